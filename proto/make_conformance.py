@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from google.protobuf import json_format
 
 from warpfit import codec, parse
 from warpfit.dataset import Dataset
@@ -24,16 +25,42 @@ from warpfit.fitting import FitRequest, FitSettings, Method, Missing
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit.request import Evaluation, Loss, Precision
+from warpfit.v1 import evaluator_pb2 as pb
 
 ROOT = Path(__file__).resolve().parent
 ABOUT = (
     "Test vectors for clients of evaluator.proto. Numbers that JSON cannot write are the strings "
     "nan, inf and -inf. Bytes are hexadecimal. upload is the whole stream of UploadVariables, "
     "request one serialized message with its fields in ascending order and without those that have "
-    "their default. tokens are [code, value]; expected.values is [programs][K][rows], "
+    "their default; maps are in the order of their keys. settings are the JSON form of a message. "
+    "The best formula of a search has at most the loss that is given. tokens are [code, value]; "
+    "expected.values is [programs][K][rows], "
     "expected.losses [programs][K]; a finite number must be met within tolerance "
     "times the larger of 1 and its size, the others exactly."
 )
+#: Settings of searches, in the JSON form of the message.
+_SEARCHES: dict[str, dict[str, Any]] = {
+    "a data set and a budget": {"max_generations": 5},
+    "operators, rules, a loss and a seed": {
+        "operators": {"add": 1.0, "mul": 2.0, "sin": 0.5},
+        "variables": [0, 1],
+        "rules": {
+            "max_size": 12,
+            "max_depth": 6,
+            "complexities": {"sin": 2},
+            "counts": {"mul": 3},
+            "nesting": [{"outer": "sin", "inner": "sin", "most": 0}],
+            "arguments": {"sin": {"sizes": [3]}},
+        },
+        "loss": "LOSS_RMSE",
+        "islands": 2,
+        "population": "512",
+        "no_pairs": True,
+        "fit_iterations": 10,
+        "seed": "7",
+        "max_generations": "20",
+    },
+}
 #: Tolerances of the values of single operators and short formulas.
 TOLERANCES = {"float32": 4e-6, "float64": 1e-12}
 
@@ -96,6 +123,7 @@ def document() -> dict[str, Any]:
         "datasets": [_dataset(name, dataset) for name, dataset in data.items()],
         "evaluations": [_evaluation(case, data[case.dataset]) for case in cases()],
         "fits": _fits(data["ordinary64"]),
+        "searches": [_search(name, data["ordinary64"], given) for name, given in _SEARCHES.items()],
         "failures": _failures(data["ordinary32"]),
     }
 
@@ -183,6 +211,21 @@ def _fit(
         "request": _hex(codec.fit_to_message(FitRequest(problem, settings))),
         "expected": {"parameters": [expected]},
         "tolerance": 2e-3,
+    }
+
+
+def _search(name: str, dataset: Dataset, settings: dict[str, Any]) -> dict[str, Any]:
+    """Describe a search, whose best formula has at most the loss that is expected."""
+    message = pb.SearchRequest(content_id=dataset.content_id)
+    json_format.ParseDict(settings, message)
+    assert dataset.target is not None
+    return {
+        "name": name,
+        "dataset": "ordinary64",
+        "settings": settings,
+        "request": _hex(message),
+        "end": "END_GENERATIONS",
+        "loss": float(f"{dataset.target.var() / 2:.6g}"),
     }
 
 

@@ -1,4 +1,5 @@
-// A warpfit worker in C++17: uploads a data set, scores two expressions, fits their parameters.
+// A warpfit worker in C++17: uploads a data set, scores two expressions, fits their parameters, and
+// searches for a better one.
 //
 //   worker HOST:PORT                   does that against a running server
 //   worker --check conformance.json    builds every request of the test vectors, byte for byte
@@ -6,6 +7,8 @@
 // proto/README.md says how to build it. Numbers are sent as packed little-endian bytes, so this
 // program needs a little-endian machine, as all usual ones are.
 
+#include <google/protobuf/io/coded_stream.h>
+#include <google/protobuf/io/zero_copy_stream_impl_lite.h>
 #include <google/protobuf/struct.pb.h>
 #include <google/protobuf/util/json_util.h>
 #include <grpcpp/grpcpp.h>
@@ -188,6 +191,17 @@ class Worker {
     return unpack<double>(message.losses());
   }
 
+  // Calls `report` with each message of the answer, about one a second; returns the last one.
+  template <typename Report>
+  pb::SearchResponse search(const pb::SearchRequest& request, Report report) {
+    grpc::ClientContext context;
+    auto call = stub_->Search(&context, request);
+    pb::SearchResponse message;
+    while (call->Read(&message)) report(message);
+    check(call->Finish());
+    return message;
+  }
+
   pb::FitResult fit(const pb::OptimizeRequest& request) {
     grpc::ClientContext context;
     auto call = stub_->Optimize(&context);
@@ -238,15 +252,27 @@ void work(const std::string& address) {
          problem.mutable_programs());
   const auto before = worker.losses(problem);
 
-  pb::OptimizeRequest search;
-  *search.mutable_problem() = problem;
-  search.set_max_iterations(50);
-  const auto result = worker.fit(search);
+  pb::OptimizeRequest fit;
+  *fit.mutable_problem() = problem;
+  fit.set_max_iterations(50);
+  const auto result = worker.fit(fit);
   const auto after = unpack<double>(result.losses());
   const auto parameters = unpack<double>(result.parameters());
   for (size_t index = 0; index < before.size(); ++index)
     std::printf("expression %zu: mse %.6g, fitted %.6g with p1 = %.6f\n", index, before[index],
                 after[index], parameters[index]);
+
+  pb::SearchRequest search;  // a data set and a budget are enough
+  search.set_content_id(problem.content_id());
+  search.set_max_seconds(3.0);
+  const auto found = worker.search(search, [](const pb::SearchResponse& progress) {
+    std::printf("%.1f s: %llu formulas\n", progress.seconds(),
+                static_cast<unsigned long long>(progress.formulas()));
+  });
+  const auto sizes = unpack<uint32_t>(found.front().sizes());
+  const auto losses = unpack<double>(found.front().losses());
+  for (size_t index = 0; index < sizes.size(); ++index)
+    std::printf("size %u: mse %.6g\n", sizes[index], losses[index]);
 }
 
 // ----------------------------------------------------------------------------- conformance
@@ -340,6 +366,27 @@ bool same_request(const Struct& evaluation, const std::string& content_id) {
   return hex(request.SerializeAsString()) == at(evaluation, "request").string_value();
 }
 
+// Protobuf promises no order of maps unless it is asked for one.
+std::string serialized(const google::protobuf::Message& message) {
+  std::string bytes;
+  google::protobuf::io::StringOutputStream stream(&bytes);
+  {
+    google::protobuf::io::CodedOutputStream coded(&stream);
+    coded.SetSerializationDeterministic(true);
+    message.SerializeToCodedStream(&coded);
+  }
+  return bytes;
+}
+
+bool same_search(const Struct& search, const std::string& content_id) {
+  std::string settings;
+  pb::SearchRequest request;
+  (void)google::protobuf::util::MessageToJsonString(at(search, "settings").struct_value(), &settings);
+  if (!google::protobuf::util::JsonStringToMessage(settings, &request).ok()) return false;
+  request.set_content_id(content_id);
+  return hex(serialized(request)) == at(search, "request").string_value();
+}
+
 int check(const char* path) {
   std::ifstream file(path);
   const std::string text{std::istreambuf_iterator<char>(file), {}};
@@ -362,6 +409,10 @@ int check(const char* path) {
   for (const auto& value : at(vectors, "evaluations").list_value().values()) {
     const auto& evaluation = value.struct_value();
     report(evaluation, same_request(evaluation, content_ids[at(evaluation, "dataset").string_value()]));
+  }
+  for (const auto& value : at(vectors, "searches").list_value().values()) {
+    const auto& search = value.struct_value();
+    report(search, same_search(search, content_ids[at(search, "dataset").string_value()]));
   }
   std::cout << passed << " of " << passed + failed << " agree\n";
   return failed ? 1 : 0;

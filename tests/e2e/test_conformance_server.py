@@ -53,6 +53,13 @@ def test_fits(channel: grpc.Channel, case):
     assert_met(parameters, case["expected"]["parameters"], case["tolerance"])
 
 
+@pytest.mark.parametrize("case", VECTORS["searches"], ids=lambda case: case["name"])
+def test_searches(channel: grpc.Channel, case):
+    last = pb.SearchResponse.FromString(call(channel, "Search", case)[-1])
+    assert pb.End.Name(last.end) == case["end"]
+    assert np.frombuffer(last.front.losses, "<f8").min() <= case["loss"]
+
+
 @pytest.mark.parametrize("case", VECTORS["failures"], ids=lambda case: case["name"])
 def test_failures(channel: grpc.Channel, case):
     with pytest.raises(grpc.RpcError) as caught:

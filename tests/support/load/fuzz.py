@@ -94,6 +94,7 @@ class Fuzzer:
             (20, self._upload),
             (5, self._small),
             (10, self._open),
+            (5, self._search),
         ]
         weights, functions = zip(*makers, strict=True)
         while True:
@@ -128,8 +129,59 @@ class Fuzzer:
                 setattr(fit, name, self._number())
         return self._request("Optimize", [fit.SerializeToString()])
 
+    def _search(self) -> Request:
+        """Make a search that ends soon, if it is right."""
+        names = [*OPERATORS, *map(str, (0, 1, 16, 17, 255)), "plus", "", "é"]
+        odd = [0, 1, 2, 3, 25, 1_000, 1_001, 2**32 - 1]
+        message = pb.SearchRequest(
+            content_id=self._content_id(),
+            max_generations=self._pick([0, 1, 1, 1, 2, 3]),
+            max_seconds=0.5,
+            population=self._pick([0, 1, 64, 256, 256, 256, 2**40]),
+            islands=self._pick([0, 1, 2, 3, 2**20]),
+            screening_rows=self._pick([0, 1, 7, 2**63]),
+            loss=self._pick([0, 1, 2, 3, 4, 5, 6, 7]),
+            form=self._pick([0, 0, 1, 9]),
+            seed=self._random.randrange(2**64),
+            no_pairs=self._rarely(),
+        )
+        if self._rarely():
+            message.max_seconds = self._pick([0.0, -1.0, 0.01, np.nan, np.inf])
+        for name in self._random.sample(names, self._pick([0, 0, 1, 3, 8])):
+            message.operators[name] = self._number()
+        for field in (message.rules.complexities, message.rules.counts):
+            if self._rarely():
+                field[self._pick(names)] = self._pick(odd)
+        if self._rarely():
+            message.rules.arguments[self._pick(names)].sizes.extend([-1, self._pick([-7, 0, 3])])
+        if self._rarely():
+            message.rules.nesting.add(outer=self._pick(names), inner="sin", most=self._pick(odd))
+        if self._rarely():
+            message.rules.max_size, message.rules.max_depth = self._pick(odd), self._pick(odd)
+        if self._rarely():
+            message.variables.extend(self._pick([[0], [1, 0], [0, 0], [7], [2**32 - 1]]))
+        if self._rarely():
+            message.units.variables = np.array([self._number() for _ in range(14)]).tobytes()
+            message.units.target = self._random.randbytes(self._pick([0, 7, 56]))
+            message.units.dimensionless_constants = self._rarely()
+        if self._rarely():
+            message.guesses.CopyFrom(self._programs())
+        if self._rarely():
+            codes, values = self._program(4, 2)
+            message.template.codes = bytes(codes)
+            message.template.values = np.array(values, "<f8").tobytes()
+            for columns in self._pick([[], [[0]], [[0], [1]], [[]], [[9], [0]]]):
+                message.template.functions.add(variables=columns)
+        if self._rarely():
+            message.group = self._pick([0, 1, 2, 9])
+        for name in ("fit_iterations", "target_loss"):
+            if self._rarely():
+                setattr(message, name, self._pick([0, 1, 3]))
+        return self._request("Search", [message.SerializeToString()])
+
     def _mutated(self) -> Request:
-        base = self._pick([self._structured, self._structured, self._upload, self._small])()
+        kinds = [self._structured, self._structured, self._upload, self._small, self._search]
+        base = self._pick(kinds)()
         messages = list(base.messages)
         at = self._random.randrange(len(messages)) if messages else 0
         if messages:

@@ -7,11 +7,12 @@ import sys
 import pytest
 
 from support.repository.conformance import DATASETS, PROTO, VECTORS, array, assert_met
-from warpfit import codec, parse
+from warpfit import codec, parse, search_codec
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss, Precision
+from warpfit.searching import DEFAULT_OPERATORS
 
 
 def generator():
@@ -78,6 +79,19 @@ def test_uploads_byte_for_byte(name):
     assert dataset.content_id.hex() == DATASETS[name]["content_id"]
     sent = [bytes(message).hex() for message in codec.upload_messages(dataset, 1 << 20)]
     assert sent == DATASETS[name]["upload"]
+
+
+@pytest.mark.parametrize("case", VECTORS["searches"], ids=lambda case: case["name"])
+def test_searches_are_read_as_they_are_meant(case):
+    message = search_codec.search_from_bytes(bytes.fromhex(case["request"]))
+    request, settings = search_codec.search_from_message(message), case["settings"]
+    assert request.max_generations == int(settings["max_generations"])
+    assert request.operators == settings.get("operators", dict.fromkeys(DEFAULT_OPERATORS, 1.0))
+    rules = settings.get("rules", {})
+    assert request.rules.max_size == rules.get("max_size", 25)
+    assert request.rules.counts == rules.get("counts", {})
+    assert request.pairs is not settings.get("no_pairs", False)
+    request.check(dataset_of(case["dataset"]).layout)
 
 
 @pytest.mark.parametrize("case", VECTORS["evaluations"], ids=lambda case: case["name"])
