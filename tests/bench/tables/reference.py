@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from warpfit import client, fitting, losses, request
+from warpfit import client, fitting, losses, request, searching
 from warpfit.sklearn import ParameterOptimizer, SymbolicRegressor
 
 _INTRODUCTION: Final = """\
@@ -62,6 +62,7 @@ def reference_page() -> str:
         ("upload", "upload"),
         ("evaluate and run", "evaluate"),
         ("optimize", "optimize"),
+        ("search", "search"),
         ("simplify", "simplify"),
         ("open", "open"),
     ):
@@ -70,6 +71,8 @@ def reference_page() -> str:
         *(("Precisions", request.Precision), ("Tiers", request.Tier)),
         *(("Methods of fits", fitting.Method), ("Accuracies of fits", fitting.Accuracy)),
         ("Reasons why a fit ended", fitting.Reason),
+        ("Forms of a search", searching.Form),
+        ("Reasons why a search ended", searching.SearchReason),
     ):
         parts += _enumeration(title, enum)
     for estimator in (SymbolicRegressor, ParameterOptimizer):
