@@ -248,3 +248,14 @@ def test_slope_and_intercept_are_no_part_of_a_guess(text, wanted):
 def test_a_plain_search_goes_on_with_whole_formulas():
     server, _ = search((FIRST, LOST), (LAST, None), form=Form.PLAIN)
     assert "sin(p3*x1)*p1+p2" in texts_of(server.requests[1].guesses)
+
+
+def test_another_server_goes_on_where_one_was_lost():
+    script = [(FIRST, LOST), (LAST, None)]
+    servers = {"a:1": Interrupted(), "b:1": Interrupted()}
+    for server in servers.values():
+        server.attempts = script
+    with testing.client(servers) as client:
+        found = client.search(client.upload(X, Y), seconds=10.0)
+    assert [len(server.requests) for server in servers.values()] == [1, 1]
+    assert (found.interruptions, found.reason) == (1, SearchReason.TIME)
