@@ -29,6 +29,8 @@ DEFAULT_OPERATORS: Final = (
 BASE_UNITS: Final = 7
 #: Greatest size of a formula, and of the complexity of an operator.
 MOST_SIZE: Final = 1_000
+#: Most rules of nesting.
+MOST_NESTINGS: Final = 64
 #: Most functions of a template.
 MOST_FUNCTIONS: Final = 8
 #: Most islands, and most iterations of a fit.
@@ -97,6 +99,7 @@ class Rules:
             check_operators(numbers, name)
             for operator, number in numbers.items():
                 _check_number(f"{name} of {operator}", number, least, MOST_SIZE)
+        _check_number("rules of nesting", len(self.nesting), 0, MOST_NESTINGS)
         for pair, number in self.nesting.items():
             check_operators(pair, "nesting")
             _check_number(f"nesting of {pair[1]} in {pair[0]}", number, 0, MOST_SIZE)

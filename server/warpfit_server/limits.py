@@ -281,14 +281,14 @@ def check_search(request: SearchRequest, layout: Layout, limits: Limits, availab
                 available=_GUESSED_TOKENS,
             )
     request.check(layout)
-    needed, available = search_bytes(request, layout), min(available, limits.result_bytes)
+    needed = search_bytes(request, layout)
     if needed > available:
         raise ResourceExhaustedError(
             f"a search with a population of {request.population or _USUAL_POPULATION} takes "
             f"{needed} bytes of memory, there are {available}",
             "SEARCH_TOO_LARGE",
             "Ask for a smaller population or size, or start the server with a higher "
-            "--max-result-bytes and --max-pending-bytes",
+            "--max-pending-bytes",
             "population",
             needed=needed,
             available=available,

@@ -9,6 +9,7 @@ from warpfit import parse
 from warpfit.dataset import Dataset
 from warpfit.errors import InvalidArgumentError
 from warpfit.ir import Batch
+from warpfit.ops import OPERATORS
 from warpfit.searching import BASE_UNITS, Rules, SearchRequest, Template, Units
 
 X = np.random.default_rng(0).normal(size=(20, 3))
@@ -17,6 +18,7 @@ USUAL = SearchRequest(bytes(32), max_generations=1)
 EXPONENTS = np.eye(3, BASE_UNITS)
 LENGTH, MASS_AND_CURRENT = EXPONENTS[0], np.eye(BASE_UNITS)[1] + np.eye(BASE_UNITS)[3]
 ONE = Batch.of([parse("x1")])
+MANY = {(outer, inner): 0 for outer in [*OPERATORS][:13] for inner in [*OPERATORS][:5]}
 FORM = parse("p1*x4 + exp(x5)")
 
 
@@ -81,6 +83,7 @@ WRONG = [
     ("UNKNOWN_OPERATOR", "counts", rules(counts={"plus": 1})),
     ("BAD_SETTING", "counts of exp", rules(counts={"exp": -1})),
     ("UNKNOWN_OPERATOR", "nesting", rules(nesting={("exp", "plus"): 1})),
+    ("BAD_SETTING", "rules of nesting", rules(nesting=MANY)),
     ("BAD_SETTING", "nesting of sin in exp", rules(nesting={("exp", "sin"): -1})),
     ("UNKNOWN_OPERATOR", "arguments", rules(arguments={"plus": (1, 1)})),
     ("BAD_SETTING", "arguments of pow", rules(arguments={"pow": (1,)})),
