@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from ctypes import Structure, addressof
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ from warpfit_server.engine.cuda.runtime.datasets import ResidentDataset
 from warpfit_server.engine.cuda.runtime.device import CudaDevice, StreamContext
 from warpfit_server.engine.cuda.runtime.driver_calls import argument_struct, argument_type
 from warpfit_server.engine.fit.searches import COUNTERS, NUMBERS, VECTORS, Searches, SearchLimits
-from warpfit_server.engine.interface import FitTurn, Steps, offload
+from warpfit_server.engine.interface import FitTurn, Steps, edges_of, offload
 
 #: Most parameters of a search that a warp runs: its first thread solves the equations.
 MOST_PARAMETERS: Final = 16
@@ -38,6 +39,9 @@ MOST_PARAMETERS: Final = 16
 BLOCKS: Final = (1, 2, 4, 8, 16)
 #: Cycles after which a warp stops: about a millisecond. What it evaluates then is finished.
 _TICKS: Final = 2_000_000
+#: Most bytes of the state of searches that are on the device at the same time, unless one has more;
+#: as much is page-locked for the copies.
+_MOST_STATE: Final = 1 << 25
 FIT_ARGUMENTS: Final = argument_struct(template("fit.cu"), "FitArguments")
 _FitArguments: Final = argument_type(FIT_ARGUMENTS)
 #: Numbers of the status, by their places; see fit.cu.
@@ -138,25 +142,54 @@ class DeviceFits:
         self, searches: Searches, limits: SearchLimits, small: float, turn: FitTurn
     ) -> Steps[bool]:
         """Run searches until they have ended or want a factor; see `interface.SmallFits`."""
-        need, code = self.need[self.runs], self.code
-        if len(need) < len(self.need):
-            code = code.select(np.flatnonzero(self.runs))
+        chosen, counts = np.flatnonzero(self.runs), searches.counts
+        sizes = 8 * (NUMBERS + COUNTERS + VECTORS * counts + counts * (counts + 1) // 2)
+        edges = edges_of(sizes, _MOST_STATE)
+        found = np.zeros(_STATUS, dtype=np.int64)
+        for first, stop in pairwise(edges):
+            own, code = searches, self.code
+            places = np.arange(first, stop)
+            if len(edges) > 2:
+                mask = np.zeros(len(searches), dtype=bool)
+                mask[first:stop] = True
+                own = searches.only(mask)
+            if stop - first < len(self.runs):
+                code = code.select(chosen[first:stop])
+            need = self.need[chosen[first:stop]]
+            given = limits, small, partial(_turn_of_all, turn, edges[-1] - stop)
+            found += yield from self._run_some(own, code, need, *given)
+            if own is not searches:
+                searches.store(places, own)
+                yield None
+                self.device.use()
+        return bool(small > 0.0 and (found[_SMALL] or not found[_FINITE]))
+
+    def _run_some(
+        self,
+        searches: Searches,
+        code: DerivativeCode,
+        need: NDArray[np.int64],
+        limits: SearchLimits,
+        small: float,
+        turn: FitTurn,
+    ) -> Steps[NDArray[np.int64]]:
+        """Run searches whose state is on the device at the same time; return their status."""
+        found = np.zeros(_STATUS, dtype=np.int64)
         with self.device.stream() as context:
             state = self._state(searches)
-            sizes = sum(array.nbytes for array in state.values())
+            size = sum(array.nbytes for array in state.values())
             prepare = partial(self._upload, context, code, state)
-            arguments, fits, places = yield from offload(sizes, prepare)
+            arguments, fits, places = yield from offload(size, prepare)
             for name in ("gradient", "step", "loss", "flat", "target", "variation", "iterations"):
                 setattr(fits, name, getattr(limits, name))
             fits.parameters, fits.small, fits.ticks = searches.vectors.shape[1], small, _TICKS
-            found = np.zeros(_STATUS, dtype=np.int64)
             later = len(need)
             for group in group_searches(need, self.rooms, self.device.multiprocessors):
                 later -= len(group.order)
                 given = arguments, fits, partial(_turn_of_all, turn, later)
                 found += yield from self._run_group(context, group, *given)
-            yield from offload(sizes, partial(_download, context, places, state))
-        return bool(small > 0.0 and (found[_SMALL] or not found[_FINITE]))
+            yield from offload(size, partial(_download, context, places, state))
+        return found
 
     def _state(self, searches: Searches) -> Mapping[str, NDArray[Any]]:
         """Return the arrays of the searches by the fields of the kernel's argument."""

@@ -80,6 +80,15 @@ def test_a_search_goes_on_where_a_launch_has_stopped(engine, monkeypatch, ticks)
     assert len(launches) > 2
 
 
+def test_many_searches_run_in_parts(engine, monkeypatch):
+    """Each with state that the device has room for."""
+    monkeypatch.setattr(fits, "_MOST_STATE", 1_000)
+    seen = []
+    options = {"restarts": 1, "all_starts": True, "report": seen.append}
+    own, other, _ = both(engine, make_dataset(), **options)
+    assert_same(own, other)
+
+
 def test_what_is_not_small_goes_the_other_way(engine):
     texts = [" + ".join(f"p{k} * x1 ^ {k % 4} / {k}" for k in range(1, 18)), "p1 + p2 * x1"]
     own, other, passes = both(engine, make_dataset(), texts)
