@@ -24,7 +24,13 @@ from warpfit_server.engine.cuda.interpreter.source import (
 from warpfit_server.engine.cuda.math.prelude import operator_source, precise_calls, render
 from warpfit_server.engine.cuda.runtime.compiler import CudaSource
 from warpfit_server.engine.cuda.runtime.translation import translate
-from warpfit_server.engine.fit import levenberg_marquardt, linear_model, searches
+from warpfit_server.engine.fit import (
+    levenberg_marquardt,
+    linear_model,
+    probes,
+    searches,
+    triangles,
+)
 from warpfit_server.engine.interface import Arithmetic
 
 #: Warps of a block, and the least blocks of a multiprocessor.
@@ -125,7 +131,13 @@ def fit_source() -> str:
         [levenberg_marquardt.advance_one],
         # A search with an orthogonal factor leaves the device, and one that is cancelled, too.
         never={"Model": ("factored",), "Workspace": ("cancelled",)},
-        called=[levenberg_marquardt.advance_one, linear_model.solve_step],
+        # In each place where they stand they would take longer to be compiled.
+        called=[
+            levenberg_marquardt.advance_one,
+            *(linear_model.solve_step, linear_model.is_minimum, linear_model.is_exact),
+            *(linear_model.find_roles, linear_model.promised_decrease, probes.begin_probe),
+            *(linear_model.steepest_cosine, triangles.factorise, triangles.are_usable),
+        ],
     )
     return advance + "".join(defines) + template("fit.cu")
 
