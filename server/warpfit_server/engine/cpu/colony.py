@@ -54,8 +54,9 @@ from warpfit_server.engine.search.genome import (
 #: Formulas of a colony and of an island, where a request does not say.
 _FORMULAS: Final = 8192
 _ISLAND: Final = 512
-#: Generations between two rounds of fits, which take a third of the time then.
-_FIT_EVERY: Final = 4
+#: Generations between two rounds of fits, first steps for pairs, and rounds of fits between later
+#: ones: each of the three takes about a third of the time.
+_SCHEDULE: Final = (4, 7, 8)
 #: Formulas that are evaluated at a time, so that their values stay in the cache, and in a chunk.
 _EVALUATED: Final = 2048
 _IN_CHUNK: Final = 64
@@ -254,7 +255,7 @@ def colony_settings(request: SearchRequest) -> ColonySettings:
     """Return the size of the colony that a request asks for, or that suits a CPU."""
     formulas = request.population or _FORMULAS
     islands = min(request.islands or max(1, formulas // _ISLAND), formulas)
-    return ColonySettings(islands, formulas // islands, request.seed, _FIT_EVERY)
+    return ColonySettings(islands, formulas // islands, request.seed, *_SCHEDULE)
 
 
 class _Children(NamedTuple):

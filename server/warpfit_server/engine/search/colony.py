@@ -111,7 +111,7 @@ class Screening:
 
 @dataclass(frozen=True, slots=True)
 class ColonySettings:
-    """Size and seed of a colony."""
+    """Size and seed of a colony, and what is done when."""
 
     islands: int
     island: int
@@ -119,6 +119,10 @@ class ColonySettings:
     seed: int
     fit_every: int
     """Generations between two rounds of fits."""
+    first_pairs: int
+    """Steps of the search for pairs before the first generation."""
+    pair_every: int
+    """Rounds of fits between two later steps for pairs."""
 
     @property
     def formulas(self) -> int:

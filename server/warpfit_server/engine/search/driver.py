@@ -69,10 +69,7 @@ _REPORT_SECONDS: Final = 1.0
 #: formula of each size is fitted, too.
 _CHAMPIONS: Final = 12
 _LOOK_EVERY: Final = 8
-#: Steps of the search for pairs before the first generation, rounds of fits between later ones, and
-#: pairs of a step that are fitted.
-_FIRST_PAIRS: Final = 12
-_PAIR_EVERY: Final = 4
+#: Pairs of a step that are fitted.
 _PAIRED: Final = 40
 #: Steps of the search for pairs after which sums are built, too.
 _SUM_EVERY: Final = 8
@@ -240,7 +237,7 @@ class _Search:
         yield from self._insert_guesses(settings)
         if self._request.pairs and self._request.template is None:
             self._pairing = self._pair_search(columns, new_weigher())
-            for _ in range(_FIRST_PAIRS):
+            for _ in range(settings.first_pairs):
                 if self._ended() is not None:
                     break
                 yield from self._pair(settings)
@@ -305,7 +302,7 @@ class _Search:
                 if rounds % _LOOK_EVERY == 0:
                     yield from self._fit((yield from colony.best()))
                 yield from self._restart(colony, milestones, begun)
-                if self._pairing is not None and rounds % _PAIR_EVERY == 0:
+                if self._pairing is not None and rounds % settings.pair_every == 0:
                     yield from self._pair(settings)
             if time.monotonic() - reported >= _REPORT_SECONDS:
                 self._report(self._progress(None))

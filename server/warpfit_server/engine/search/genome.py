@@ -154,7 +154,7 @@ _GRAFT: Final = 6
 #: Children that are made until one has not been tried, one of so many fathers comes from another
 #: island, and times that a structure with constants is tried before it counts as tried.
 _ATTEMPTS: Final = 4
-_MIGRANTS: Final = 1000
+_MIGRANTS: Final = 400
 _TRIES: Final = 3
 #: Random formulas that are tried for a place.
 _TRIALS: Final = 20

@@ -59,10 +59,11 @@ _COLONY: Final = argument_struct(_TEMPLATE, "Colony")
 #: Widths of genomes for which kernels are compiled: they hold so many numbers for each thread.
 _WIDTHS: Final = (64, 128, genome.MOST_TOKENS)
 #: Formulas of a colony and of an island, where a request does not say.
-_FORMULAS: Final = 1 << 18
+_FORMULAS: Final = 1 << 17
 _ISLAND: Final = 512
-#: Generations between two rounds of fits, which take a third of the time then.
-_FIT_EVERY: Final = 8
+#: Generations between two rounds of fits, first steps for pairs, and rounds of fits between later
+#: ones. Pairs are weighed by the host, for which the device waits.
+_SCHEDULE: Final = (8, 2, 60)
 #: Formulas of a chunk, which takes less than a millisecond.
 _CHUNK: Final = 1 << 16
 #: Formulas whose work is given to the device before the host waits for it: some 2 ms.
@@ -115,7 +116,7 @@ def colony_settings(request: SearchRequest) -> ColonySettings:
     """Return the size of the colony that a request asks for, or that suits a GPU."""
     formulas = request.population or _FORMULAS
     islands = min(request.islands or max(1, formulas // _ISLAND), formulas)
-    return ColonySettings(islands, formulas // islands, request.seed, _FIT_EVERY)
+    return ColonySettings(islands, formulas // islands, request.seed, *_SCHEDULE)
 
 
 @_compiled  # type: ignore[untyped-decorator]
