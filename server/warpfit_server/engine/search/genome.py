@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import accumulate
 from typing import Any, Final
 
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError
 from warpfit.ops import ARITIES, CONSTANT, KERNEL_FUNCTIONS, OPERATORS, VARIABLE
-from warpfit.searching import Form, SearchRequest
+from warpfit.searching import BASE_UNITS, MOST_NESTINGS, Form, SearchRequest
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.search.kernel_language import (
     Bool,
@@ -40,11 +41,10 @@ from warpfit_server.engine.search.kernel_language import (
     portable,
 )
 
-#: Most tokens of a genome, functions of a template, columns of formulas, and rules of nesting.
+#: Most tokens of a genome, functions of a template, and columns of formulas.
 MOST_TOKENS: Final = 256
 MOST_FUNCTIONS: Final = 16
 MOST_COLUMNS: Final = 1024
-MOST_NESTINGS: Final = 64
 #: Entries of a table from which operators are drawn, each as often as its weight says.
 _DRAWS: Final = 256
 _CODES: Final = 256
@@ -74,9 +74,9 @@ _FIELDS: Final = {
     "max_depth": 1,  # 0 for any
     "scaled": 1,  # 2 if slope and intercept are fitted, 1 if a slope is, so that f needs none
     "functions": 1,
-    "has_units": 1,
+    "has_units": 1,  # 1 if constants have any dimension, 2 if they are plain numbers
     "unit_kind": _CODES,  # what an operator does to dimensions: one of the numbers below
-    "unit_power": _CODES,  # exponent of a power, in sixths
+    "unit_power": _CODES,  # exponent of a power, as a residue
     "first_column": MOST_FUNCTIONS,  # of a function among ``columns``
     "column_count": MOST_FUNCTIONS,  # 0 for a function that is one constant
     "columns": MOST_COLUMNS,
@@ -135,18 +135,22 @@ _POWERS: Final = {
     "square": 2.0, "cube": 3.0, "sqrt": 0.5, "sqrtabs": 0.5, "cbrt": 1 / 3, "inv": -1.0,
     "pinv": -1.0,
 }  # fmt: skip
-#: Dimension of a constant that may have any, and of what is not consistent; the unit in which
-#: dimensions are whole numbers, and the difference of two that are equal but for rounding.
-FREE, _WRONG = -(1 << 30), -(1 << 30) + 1
-_UNIT: Final = 1 << 16
-_EQUAL: Final = 1 << 7
+#: Dimension of a constant that may have any, and of what is not consistent. All others are residues
+#: of a prime, whose arithmetic is exact also for roots, and has no overflow.
+FREE, _WRONG = -1, -2
+_PRIME: Final = 2**31 - 1
+_RESIDUES: Final = np.uint64(_PRIME)
+#: Dimensions of the base units; 7 generates all residues but 0.
+_BASES: Final = tuple(pow(7, 10**6 * (base + 1), _PRIME) for base in range(BASE_UNITS))
+#: Exponents of base units are fractions with at most this denominator.
+_DENOMINATOR: Final = 10**6
 
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX1: Final = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2: Final = np.uint64(0x94D049BB133111EB)
 _S27, _S30, _S31, _S32 = (np.uint64(bits) for bits in (27, 30, 31, 32))
 _S20, _S44 = np.uint64(20), np.uint64(44)
-_LAST44: Final = np.uint64((1 << 44) - 1)
+_LAST20, _LAST44 = np.uint64((1 << 20) - 1), np.uint64((1 << 44) - 1)
 _ONE: Final = np.uint64(1)
 _FULL_TURN: Final = 1 << 24
 #: Tokens of which a random formula is made at most where one is put into another.
@@ -203,9 +207,7 @@ def new_grammar(request: SearchRequest, columns: Sequence[Sequence[int]]) -> NDA
         one["nest_inner"][place] = OPERATORS[inner].code
         one["nest_most"][place] = most
     one["nestings"][:] = len(rules.nesting)
-    least = min([1, *(rules.complexities.get(name, 1) for name in request.operators)])
-    most = rules.max_size if least > 0 else MOST_TOKENS
-    if most > MOST_TOKENS:
+    if rules.max_size > MOST_TOKENS:
         raise InvalidArgumentError(
             f"formulas of size {rules.max_size} may have more tokens than {MOST_TOKENS}, the most "
             "that a search holds",
@@ -213,16 +215,16 @@ def new_grammar(request: SearchRequest, columns: Sequence[Sequence[int]]) -> NDA
             f"Give a max_size of at most {MOST_TOKENS}",
             "max_size",
         )
-    one["width"][:] = -(-max(most, 8) // 8) * 8
+    one["width"][:] = -(-max(rules.max_size, 8) // 8) * 8
     one["max_size"][:], one["max_depth"][:] = rules.max_size, rules.max_depth
     one["scaled"][:] = fitted_numbers(request)
     if request.units is not None:
-        one["has_units"][:] = 1
+        one["has_units"][:] = 1 + request.units.dimensionless_constants
         for kind, operators in _UNIT_KINDS.items():
             one["unit_kind"][[OPERATORS[name].code for name in operators]] = kind
         for name, power in _POWERS.items():
             one["unit_kind"][OPERATORS[name].code] = _A_POWER
-            one["unit_power"][OPERATORS[name].code] = round(6 * power)
+            one["unit_power"][OPERATORS[name].code] = _residue(power)
     one["functions"][:] = len(columns)
     place = 0
     for function, own in enumerate(columns):
@@ -248,26 +250,44 @@ def fitted_numbers(request: SearchRequest) -> int:
 def new_units(request: SearchRequest, variables: int) -> NDArray[np.int32]:
     """Return the dimensions of the target and of each variable, int32 [1 + variables].
 
-    A dimension is the sum of the exponents of the base units, each times the square root of another
-    prime, as in `warpfit.formulas.units`, as a multiple of 1 / `_UNIT`. `FREE` is any.
+    A dimension is the sum of the exponents of the base units, each times another number, as in
+    `warpfit.formulas.units`, but of residues of a prime. Two that differ are equal by chance once
+    in some 10^9 cases. `FREE` is any.
     """
-    found = np.full(1 + variables, FREE, np.int32)
-    if request.units is None:
+    found, units = np.full(1 + variables, FREE, np.int32), request.units
+    if units is None:
         return found
-    roots = np.sqrt([2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0])
-    found[1:] = np.rint(request.units.variables @ roots * _UNIT)
-    if request.units.dimensionless_constants and request.units.target is not None:
-        found[0] = np.rint(request.units.target @ roots * _UNIT)
+
+    def dimension(exponents: NDArray[np.float64]) -> int:
+        residues = zip(map(_residue, exponents.tolist()), _BASES, strict=True)
+        return sum(residue * base for residue, base in residues) % _PRIME
+
+    found[1:] = [dimension(exponents) for exponents in units.variables]
+    # A slope that has any dimension takes f to that of the target.
+    is_plain = request.form is Form.PLAIN and request.template is None
+    if units.target is not None and (units.dimensionless_constants or is_plain):
+        found[0] = dimension(units.target)
     return found
 
 
+def _residue(number: float) -> int:
+    """Return a fraction as a residue."""
+    fraction = Fraction(number).limit_denominator(_DENOMINATOR)
+    return fraction.numerator * pow(fraction.denominator, -1, _PRIME) % _PRIME
+
+
 def _draws(weights: dict[int, float]) -> NDArray[np.int32]:
-    """Return a table in which each code stands about as often as its weight says, and once."""
+    """Return a table in which each code stands as often as its weight says, and at least once."""
     if not weights:
         return np.zeros(_DRAWS, np.int32)
-    codes, shares = np.array([*weights]), np.array([*weights.values()])
-    counts = np.maximum(1, np.floor(shares / shares.sum() * _DRAWS)).astype(np.int64)
-    return np.resize(np.repeat(codes, counts), _DRAWS).astype(np.int32)
+    shares = np.array([*weights.values()]) / max(weights.values())
+    wanted = shares / shares.sum() * _DRAWS
+    counts = np.maximum(1, np.floor(wanted)).astype(np.int64)
+    while missing := _DRAWS - counts.sum():
+        step = 1 if missing > 0 else -1
+        errors = np.where(counts + step > 0, step * (wanted - counts), -np.inf)
+        counts[np.argmax(errors)] += step
+    return np.repeat([*weights], counts).astype(np.int32)
 
 
 # ---------------------------------------------------------------------------------- random numbers
@@ -811,7 +831,7 @@ def common_unit(a: Int, b: Int) -> Int:
     """Return the dimension of both, `_WRONG` if they differ."""
     if a == FREE:
         return b
-    if b == FREE or abs(a - b) <= _EQUAL:
+    if b == FREE or a == b:
         return a
     return _WRONG
 
@@ -819,7 +839,13 @@ def common_unit(a: Int, b: Int) -> Int:
 @portable
 def is_number(a: Int) -> Bool:
     """Return whether a dimension may be that of a plain number."""
-    return a == FREE or abs(a) <= _EQUAL
+    return a == FREE or a == 0
+
+
+@portable
+def unit_sum(a: Int, b: Int, factor: Int) -> Int:
+    """Return a dimension plus another one times a factor, all residues."""
+    return np.int64((np.uint64(a) + np.uint64(b) * np.uint64(factor)) % _RESIDUES)
 
 
 @portable
@@ -840,13 +866,14 @@ def joined_units(grammar: Integers, code: Int, a: Int, b: Int, c: Int) -> Int:
     if kind == _A_POWER:
         if a == FREE:
             return FREE
-        return a * grammar[UNIT_POWER + code] // 6
+        return unit_sum(0, a, grammar[UNIT_POWER + code])
     if kind == _PRODUCT or kind == _QUOTIENT or kind == _FUSED:
         found: Int = FREE
         if a != FREE and b != FREE:
-            found = a + b
+            factor: Int = 1
             if kind == _QUOTIENT:
-                found = a - b
+                factor = _PRIME - 1
+            found = unit_sum(a, b, factor)
         if kind == _FUSED:
             return common_unit(found, c)
         return found
@@ -881,7 +908,7 @@ def keeps_units(
     """
     height: Int = 0
     constant: Int = FREE
-    if units[0] != FREE:
+    if grammar[HAS_UNITS] == 2:
         constant = 0
     for token in range(place, place + length):
         code: Int = codes[token]
@@ -988,9 +1015,10 @@ def tried_mark(word: Word, generation: Word) -> Word:
     """Return what the table of tried structures holds for a hash.
 
     Of several structures for one place the one of the latest generation stays, so that the table
-    does not depend on the order in which children are noted.
+    does not depend on the order in which children are noted. There is room for 2^20 generations;
+    those that follow count as the last one.
     """
-    return (generation << _S44) | (word >> _S20)
+    return (min(generation, _LAST20) << _S44) | (word >> _S20)
 
 
 @portable

@@ -143,7 +143,10 @@ class _Writer:
                 self._local.add(name)
                 values = [self._value(limit) for limit in limits]
                 lower, upper = ("0", values[0]) if len(values) == 1 else values
-                yield f"for (int {name} = {lower}; {name} < {upper}; ++{name}) {{"
+                # Python computes the limit once, which may draw a random number.
+                end = f"{name}_end"
+                head = f"int {name} = {lower}, {end} = {upper}; {name} < {end}; ++{name}"
+                yield f"for ({head}) {{"
                 yield from self._block(node.body)
                 yield "}"
             case ast.Return(value=None):

@@ -1,0 +1,538 @@
+"""What is done to one formula is what plain Python does, on the CPU and as CUDA C++."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from support.engines.plain_search import (
+    Genes,
+    Tree,
+    constant,
+    flat,
+    keeps_rules,
+    keeps_units,
+    rows_of,
+    simplified,
+    structure,
+    tokens,
+    trees,
+    trees_of,
+    without_scale,
+)
+from warpfit.errors import InvalidArgumentError
+from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
+from warpfit.searching import MOST_NESTINGS, Form, Rules, SearchRequest, Units
+from warpfit_server.engine.search.genome import (
+    ANY_OPERATOR,
+    MOST_TOKENS,
+    NESTINGS,
+    UNARY,
+    WIDTH,
+    new_grammar,
+    new_units,
+)
+
+COLUMNS = (0, 2, 5)
+#: Operators whose results are exact, and those of whose simplification there are rules.
+EXACT = ("add", "sub", "mul", "div", "neg", "inv", "log", "exp", "abs", "min", "where", "fma")
+X, Y, Z = (Tree(VARIABLE, float(column)) for column in COLUMNS)
+
+
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def genes(request):
+    return Genes(cuda=request.param == "cuda")
+
+
+@pytest.fixture(scope="module")
+def both():
+    return Genes(cuda=False), Genes(cuda=True)
+
+
+def asked(operators=EXACT, form=Form.PLAIN, units=None, **rules) -> SearchRequest:
+    """Return a request of any budget."""
+    weights = dict.fromkeys(operators, 1.0)
+    return SearchRequest(
+        b"", operators=weights, form=form, units=units, rules=Rules(**rules), max_generations=1
+    )
+
+
+def grammar_of(request: SearchRequest, functions: int = 1):
+    return new_grammar(request, [COLUMNS] * functions)
+
+
+def of(name: str, *operands: Tree) -> Tree:
+    return Tree(OPERATORS[name].code, 0.0, operands)
+
+
+def close(found: Tree | None, expected: Tree | None) -> bool:
+    """Return whether formulas are the same but for the last digits of constants."""
+    if found is None or expected is None:
+        return found is expected
+    codes, values = flat([found])
+    others, numbers = flat([expected])
+    return codes == others and np.allclose(values, numbers, rtol=1e-5, atol=1e-30)
+
+
+# ----------------------------------------------------------------------------------- the grammar
+
+
+@given(
+    weights=st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=60),
+    order=st.permutations(tuple(OPERATORS)),
+)
+def test_every_operator_is_drawn_about_as_often_as_its_weight_says(weights, order):
+    given = dict(zip(order, weights, strict=False))
+    request = SearchRequest(b"", operators=given, max_generations=1)
+    table = new_grammar(request, [COLUMNS])[ANY_OPERATOR:][:256]
+    counts = np.array([np.count_nonzero(table == OPERATORS[name].code) for name in given])
+    wanted = 256 * np.array([*given.values()]) / sum(given.values())
+    assert counts.min() >= 1
+    assert counts.sum() == 256
+    few = wanted < 1
+    assert (np.abs(counts - wanted)[~few] <= 1 + few.sum()).all()
+
+
+def test_a_grammar_that_holds_no_operators_of_a_kind_says_so():
+    assert not new_grammar(asked(["add"]), [COLUMNS])[UNARY:][:256].any()
+
+
+def test_formulas_that_no_genome_holds_are_refused():
+    with pytest.raises(InvalidArgumentError) as caught:
+        grammar_of(asked(max_size=MOST_TOKENS + 1))
+    assert caught.value.reason == "FORMULAS_TOO_LARGE"
+
+
+def test_a_grammar_holds_as_many_rules_of_nesting_as_a_request():
+    nesting = {(a, b): 1 for a in EXACT for b in EXACT}
+    nesting = dict([*nesting.items()][:MOST_NESTINGS])
+    request = asked(nesting=nesting)
+    request.rules.check()
+    assert grammar_of(request)[NESTINGS] == MOST_NESTINGS
+
+
+# -------------------------------------------------------------------------------- simplification
+
+NUMBERS = (-2.5, -1.0, -0.25, 0.0, 0.5, 1.0, 3.0, 40.0)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_constants_are_folded_as_numpy_computes_them(genes, name):
+    grammar, operator = grammar_of(asked(OPERATORS)), OPERATORS[name]
+    grids = np.meshgrid(*[NUMBERS] * operator.arity)
+    for numbers in zip(*(grid.ravel().tolist() for grid in grids), strict=True):
+        tree = of(name, *map(constant, numbers))
+        expected, found = simplified(tree, set(OPERATORS)), genes.simplify(grammar, [tree])
+        assert close(found[0] if found else None, expected), (numbers, found, expected)
+        # The same inside a formula, which has no value if a constant has none.
+        inner = of("mul", X, tree) if name != "mul" else of("sub", X, tree)
+        expected, found = simplified(inner, set(OPERATORS)), genes.simplify(grammar, [inner])
+        assert close(found[0] if found else None, expected), (numbers, found, expected)
+
+
+@given(
+    tree=trees(EXACT, COLUMNS),
+    form=st.sampled_from(Form),
+    without=st.sets(st.sampled_from(["add", "mul"])),
+)
+def test_formulas_are_simplified_as_in_plain_python(both, tree, form, without):
+    names = {node.name for node in tokens(tree)} - {""}
+    operators = [name for name in EXACT if name in names or name not in without]
+    request = asked(operators, form)
+    grammar = grammar_of(request)
+    expected = simplified(tree, set(operators))
+    if expected is not None and form is Form.SCALED:
+        expected = without_scale(expected, 2)
+    results = [own.simplify(grammar, [tree]) for own in both]
+    for found in results:
+        assert close(found[0] if found else None, expected)
+    if expected is not None:
+        again = both[0].simplify(grammar, results[0])
+        assert again is not None
+        assert len(list(tokens(again[0]))) <= len(list(tokens(expected)))
+
+
+@given(parts=st.lists(trees(EXACT, COLUMNS, most=5), min_size=2, max_size=4))
+def test_functions_of_a_template_are_simplified_each_by_itself(both, parts):
+    grammar = grammar_of(asked(), len(parts))
+    expected = [simplified(part, set(EXACT)) for part in parts]
+    for own in both:
+        found = own.simplify(grammar, parts)
+        if None in expected:
+            assert found is None
+        else:
+            assert found is not None
+            assert all(map(close, found, expected))
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        (of("sub", of("add", X, constant(2)), of("add", X, constant(2))), constant(0)),
+        (of("div", of("exp", X), of("exp", X)), constant(1)),
+        (of("add", of("add", constant(2), X), constant(-2)), X),
+        (of("mul", of("mul", X, constant(4)), constant(0.25)), X),
+        (of("sub", X, constant(3)), of("add", X, constant(-3))),
+        (of("div", X, constant(4)), of("mul", X, constant(0.25))),
+        (of("div", X, constant(0)), of("div", X, constant(0))),
+        (of("mul", of("log", of("exp", X)), constant(0)), constant(0)),
+        (of("add", of("sub", constant(1), constant(1)), of("neg", of("neg", Y))), Y),
+        (of("mul", X, constant(1e16)), None),
+        (of("add", X, of("div", constant(1), constant(0))), None),
+        (of("add", X, of("log", constant(-1))), None),
+        (constant(math.inf), None),
+        (constant(math.nan), None),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_simplification(genes, tree, expected):
+    found = genes.simplify(grammar_of(asked()), [tree])
+    assert (found[0] if found else None) == expected
+
+
+@pytest.mark.parametrize(
+    ("tree", "both_fitted", "slope_fitted"),
+    [
+        (of("sub", constant(2), of("mul", of("exp", X), constant(3))), of("exp", X), None),
+        (of("neg", of("add", of("mul", X, Y), constant(2))), of("mul", X, Y), None),
+        (of("neg", of("mul", of("exp", X), constant(3))), of("exp", X), of("exp", X)),
+        (of("div", constant(3), X), of("div", constant(3), X), of("div", constant(3), X)),
+        (of("sub", constant(3), constant(2)), constant(1), constant(1)),
+    ],
+    ids=str,
+)
+def test_slope_and_intercept_are_taken_off(genes, tree, both_fitted, slope_fitted):
+    metre = np.eye(7)[0]
+    numbers = Units(np.tile(metre, (6, 1)), metre, dimensionless_constants=True)
+    for units, expected in ((None, both_fitted), (numbers, slope_fitted)):
+        found = genes.simplify(grammar_of(asked(form=Form.SCALED, units=units)), [tree])
+        if expected is not None:
+            assert found == [expected]
+        else:
+            assert found is not None
+            assert found[0] == without_scale(simplified(tree, set(EXACT)), 1)
+
+
+# ------------------------------------------------------------------------------------------- rules
+
+RULED = ("add", "div", "exp", "sin", "where", "fma")
+_NAMES = st.sampled_from(RULED)
+
+
+@st.composite
+def some_rules(draw):
+    """Draw rules, each of which is often there and often not."""
+    arguments = {
+        name: tuple(draw(st.sampled_from([-1, 1, 2, 4])) for _ in OPERATORS[name].operands)
+        for name in draw(st.sets(_NAMES, max_size=2))
+    }
+    return Rules(
+        max_size=draw(st.integers(1, 30)),
+        max_depth=draw(st.sampled_from([0, 0, 2, 3, 5])),
+        complexities=draw(st.dictionaries(_NAMES, st.integers(1, 4), max_size=2)),
+        counts=draw(st.dictionaries(_NAMES, st.integers(0, 2), max_size=2)),
+        nesting=draw(st.dictionaries(st.tuples(_NAMES, _NAMES), st.integers(0, 1), max_size=3)),
+        arguments=arguments,
+    )
+
+
+@given(tree=trees(RULED, COLUMNS), rules=some_rules())
+def test_rules_are_those_of_plain_python(both, tree, rules):
+    weights = dict.fromkeys(RULED, 1.0)
+    request = SearchRequest(b"", operators=weights, rules=rules, max_generations=1)
+    rules.check()
+    grammar = grammar_of(request)
+    for own in both:
+        assert own.is_allowed(grammar, new_units(request, 6), [tree]) == keeps_rules(tree, request)
+
+
+@pytest.mark.parametrize(
+    ("rules", "good", "bad"),
+    [
+        ({"max_size": 3}, of("add", X, Y), of("add", X, of("exp", Y))),
+        ({"max_depth": 2}, of("where", X, Y, Z), of("exp", of("exp", X))),
+        ({"complexities": {"exp": 9}, "max_size": 9}, of("add", X, Y), of("exp", X)),
+        ({"counts": {"exp": 1}}, of("exp", X), of("add", of("exp", X), of("exp", Y))),
+        ({"counts": {"exp": 0}}, X, of("exp", X)),
+        ({"nesting": {("exp", "exp"): 0}}, of("add", of("exp", X), of("exp", Y)),
+         of("exp", of("add", X, of("exp", Y)))),
+        ({"nesting": {("exp", "log"): 1}}, of("exp", of("add", of("log", X), of("log", Y))),
+         of("exp", of("log", of("log", X)))),
+        ({"arguments": {"where": (1, -1, 3)}}, of("where", X, of("exp", of("exp", X)), Y),
+         of("where", of("exp", X), X, Y)),
+        ({"arguments": {"div": (-1, 1)}}, of("div", of("exp", X), Y), of("div", Y, of("exp", X))),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_rule_forbids_something(genes, rules, good, bad):
+    request = asked((*EXACT, "where"), **rules)
+    grammar, units = grammar_of(request), new_units(request, 6)
+    assert genes.is_allowed(grammar, units, [good])
+    assert not genes.is_allowed(grammar, units, [bad])
+
+
+# ------------------------------------------------------------------------------------------- units
+
+_EXPONENTS = st.sampled_from([0.0, 0.0, 0.0, 1.0, -1.0, 2.0, 0.5, -1.5, 1 / 3])
+
+
+@st.composite
+def some_units(draw):
+    exponents = draw(st.lists(_EXPONENTS, min_size=21, max_size=21))
+    used = np.zeros((6, 7))
+    used[list(COLUMNS)] = np.reshape(exponents, (3, 7))
+    target = None
+    if draw(st.booleans()):
+        target = draw(st.integers(-1, 2)) * used[0] + draw(st.integers(-1, 1)) * used[2]
+    return Units(used, target, draw(st.booleans()))
+
+
+@given(
+    tree=trees(tuple(OPERATORS), COLUMNS, most=8), units=some_units(), form=st.sampled_from(Form)
+)
+def test_units_are_those_of_formulas(both, tree, units, form):
+    request = asked(tuple(OPERATORS), form, units, max_size=200)
+    grammar, own_units = grammar_of(request), new_units(request, 6)
+    for own in both:
+        assert own.is_allowed(grammar, own_units, [tree]) == keeps_units(tree, request)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_units_of_each_operator(genes, name):
+    """Of operands that are a length, another length, a time, a number, or a constant."""
+    exponents = np.zeros((6, 7))
+    exponents[0, 0] = exponents[2, 0] = exponents[5, 2] = 1.0
+    choices = [X, Y, Z, of("div", X, Y), constant(2.0)]
+    for units in (Units(exponents), Units(exponents, exponents[0], dimensionless_constants=True)):
+        request = asked(tuple(OPERATORS), units=units, max_size=200)
+        grammar, own_units = grammar_of(request), new_units(request, 6)
+        grids = np.meshgrid(*[range(5)] * OPERATORS[name].arity)
+        for places in zip(*(grid.ravel().tolist() for grid in grids), strict=True):
+            tree = of(name, *(choices[place] for place in places))
+            found = genes.is_allowed(grammar, own_units, [tree])
+            assert found == keeps_units(tree, request), tree
+
+
+@pytest.mark.parametrize(
+    ("inner", "is_same"),
+    [("sqrt", True), ("cbrt", True), ("square", False), ("cube", False), ("inv", False)],
+)
+def test_units_of_long_chains_are_exact(genes, inner, is_same):
+    """12 roots or powers, and their opposites, give a metre again."""
+    opposite = {"sqrt": "square", "cbrt": "cube", "square": "sqrt", "cube": "cbrt", "inv": "inv"}
+    units = Units(np.eye(7)[[0] * 6])
+    request = asked(tuple(OPERATORS), units=units, max_size=200)
+    grammar, own_units = grammar_of(request), new_units(request, 6)
+    chain = X
+    for name in [inner] * 12 + [opposite[inner]] * 12:
+        chain = of(name, chain)
+    assert genes.is_allowed(grammar, own_units, [of("add", chain, Y)])
+    assert is_same or not genes.is_allowed(grammar, own_units, [of("add", of("sqrt", chain), Y)])
+
+
+def test_units_that_nearly_agree_differ(genes):
+    """The units whose exponents, times roots of primes, have the sums that are closest to 0."""
+    roots = np.sqrt([2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0])
+    grid = np.stack(np.meshgrid(*[np.arange(-4, 5)] * 5), axis=-1).reshape(-1, 5)
+    sums = np.abs(grid @ roots[:5])
+    sums[np.abs(grid).sum(axis=1) == 0] = np.inf
+    nearest = grid[np.argsort(sums)[:20]]
+    assert sums.min() < 2e-3
+    for exponents in nearest:
+        units = Units(np.vstack([np.zeros((5, 7)), [*exponents, 0, 0]]))
+        request = asked(units=units)
+        tree = of("add", X, Z)
+        assert not genes.is_allowed(grammar_of(request), new_units(request, 6), [tree])
+
+
+def test_constants_that_are_numbers_are_so_without_a_unit_of_the_target(genes):
+    units = Units(np.eye(7)[[0] * 6], None, dimensionless_constants=True)
+    request = asked(units=units)
+    grammar, own_units = grammar_of(request), new_units(request, 6)
+    assert not genes.is_allowed(grammar, own_units, [of("add", X, constant(2.0))])
+    assert genes.is_allowed(grammar, own_units, [of("mul", X, constant(2.0))])
+
+
+# ------------------------------------------------------------------------------------- structures
+
+
+def shuffled(tree: Tree, draw) -> Tree:
+    """Return a formula with other constants, and another order of sums and products."""
+    if tree.is_constant:
+        return constant(draw(st.floats(-9, 9, width=32)))
+    operands = [shuffled(operand, draw) for operand in tree.operands]
+    if tree.name in ("add", "mul") and draw(st.booleans()):
+        operands.reverse()
+    return tree._replace(operands=tuple(operands))
+
+
+@given(tree=trees(EXACT, COLUMNS), data=st.data())
+def test_constants_and_order_of_sums_and_products_do_not_count(both, tree, data):
+    grammar, other = grammar_of(asked()), shuffled(tree, data.draw)
+    assert structure(other) == structure(tree)
+    assert len({own.structure_hash(grammar, [one]) for own in both for one in (tree, other)}) == 1
+
+
+@given(a=trees(EXACT, COLUMNS, most=5), b=trees(EXACT, COLUMNS, most=5))
+def test_structures_that_differ_have_different_hashes(both, a, b):
+    assume(structure(a) != structure(b))
+    grammar = grammar_of(asked())
+    assert both[0].structure_hash(grammar, [a]) != both[0].structure_hash(grammar, [b])
+    pairs = [[a, b], [b, a]]
+    hashes = [[own.structure_hash(grammar_of(asked(), 2), pair) for own in both] for pair in pairs]
+    assert hashes[0][0] == hashes[0][1] != hashes[1][0] == hashes[1][1]
+
+
+def test_all_small_structures_have_different_hashes():
+    """All formulas of at most five tokens of some operators: some 3,000 structures."""
+    own, grammar = Genes(cuda=False), grammar_of(asked())
+    by_size: dict[int, dict] = {1: {structure(t): t for t in (X, Y, Z, constant(1))}}
+    for size in range(2, 6):
+        made = [of(n, t) for n in ("neg", "exp") for t in by_size[size - 1].values()]
+        for left in range(1, size - 1):
+            for a in by_size[left].values():
+                made += [
+                    of(n, a, b)
+                    for n in ("add", "sub", "mul", "div")
+                    for b in by_size[size - 1 - left].values()
+                ]
+        by_size[size] = {structure(tree): tree for tree in made}
+    every = [tree for found in by_size.values() for tree in found.values()]
+    assert len(every) > 2_000
+    assert len({own.structure_hash(grammar, [tree]) for tree in every}) == len(every)
+
+
+# -------------------------------------------------------------------------- drawing and variation
+
+
+def assert_formulas(codes, values, grammar, operators, functions=1, columns=COLUMNS):
+    """Check that tokens are formulas of some operators, columns and constants."""
+    assert len(codes) <= grammar[WIDTH]
+    made = trees_of(codes.tolist(), values.tolist())
+    assert len(made) == functions
+    for tree in made:
+        for node in tokens(tree):
+            assert node.name in operators or node.code in (VARIABLE, CONSTANT)
+            assert node.code != VARIABLE or node.value in columns
+            assert node.code != CONSTANT or abs(node.value) <= 1e15
+    return made
+
+
+_OPERATORS = st.sampled_from(
+    [EXACT, ("add",), ("exp",), ("where",), ("where", "exp"), ("sub", "div"), tuple(OPERATORS)]
+)
+
+
+@given(
+    operators=_OPERATORS,
+    most=st.sampled_from([1, 2, 7, 8, 20, 40]),
+    functions=st.integers(1, 3),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_variation_writes_formulas(both, operators, most, functions, seed):
+    """Those of CUDA C++ have the same tokens, and constants that differ by rounding."""
+    assume(functions <= most)
+    grammar = grammar_of(asked(operators, max_size=most), functions)
+    results = []
+    for own in both:
+        codes, values, lengths = rows_of(grammar, 3)
+        random = own.random(seed)
+        width = int(grammar[WIDTH])
+        for parent in range(2):
+            lengths[parent] = own.call(
+                "draw_formula", grammar, random, codes.reshape(-1), values.reshape(-1),
+                width * parent,
+            )  # fmt: skip
+            row = codes[parent, : lengths[parent]], values[parent, : lengths[parent]]
+            assert_formulas(*row, grammar, operators, functions)
+            assert lengths[parent] <= max(most, functions)
+        before = codes[:2].copy(), values[:2].copy()
+        for _ in range(30):
+            codes[2], values[2] = 0, 0
+            length = own.call(
+                "vary", grammar, random, codes.reshape(-1), values.reshape(-1), 0,
+                int(lengths[0]), width, int(lengths[1]), codes.reshape(-1), values.reshape(-1),
+                2 * width,
+            )  # fmt: skip
+            np.testing.assert_array_equal(codes[:2], before[0])
+            np.testing.assert_array_equal(values[:2], before[1])
+            row = codes[2, :length], values[2, :length]
+            if length:
+                assert_formulas(*row, grammar, operators, functions)
+            results.append((length, *(array.copy() for array in row), random.copy()))
+    half = len(results) // 2
+    for one, other in zip(results[:half], results[half:], strict=True):
+        assert one[0] == other[0]
+        np.testing.assert_array_equal(one[1], other[1])
+        np.testing.assert_allclose(one[2], other[2], rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(one[3], other[3])
+
+
+@given(rules=some_rules(), units=st.none() | some_units(), form=st.sampled_from(Form),
+       seed=st.integers(0, 2**64 - 1))  # fmt: skip
+def test_children_are_simplified_and_allowed(both, rules, units, form, seed):
+    """A population of one island and a small one beside it, bred for some generations."""
+    weights = dict.fromkeys((*RULED, "mul"), 1.0)
+    request = SearchRequest(
+        b"", operators=weights, form=form, units=units, rules=rules, max_generations=1
+    )
+    grammar, own_units = grammar_of(request), new_units(request, 6)
+    formulas, width = 12, int(grammar[WIDTH])
+    results = []
+    for own in both:
+        codes, values, lengths = rows_of(grammar, formulas)
+        child_codes, child_values, child_lengths = rows_of(grammar, formulas)
+        tried, work = np.zeros(1 << 10, np.uint64), np.zeros(width, np.int32)
+        words, made = np.zeros(width, np.uint64), []
+        for formula in range(formulas):
+            lengths[formula] = own.call(
+                "first_formula", grammar, own_units, own.random(seed, 0, formula),
+                codes.reshape(-1), values.reshape(-1), formula * width, work,
+            )  # fmt: skip
+        scores = np.arange(formulas, dtype=np.float32)
+        for generation in range(1, 4):
+            for formula in range(formulas):
+                child_lengths[formula] = own.call(
+                    "breed", grammar, own_units, own.random(seed, generation, formula),
+                    codes.reshape(-1), values.reshape(-1), lengths, scores, formulas, 4, formula,
+                    child_codes.reshape(-1), child_values.reshape(-1), tried,
+                    np.uint64(len(tried) - 1), work, words,
+                )  # fmt: skip
+            marks = []
+            for row, length in enumerate(child_lengths.tolist()):
+                if not length:
+                    continue
+                tokens_of = child_codes[row, :length], child_values[row, :length]
+                (tree,) = assert_formulas(*tokens_of, grammar, weights)
+                assert keeps_rules(tree, request)
+                assert keeps_units(tree, request)
+                word = own.structure_hash(grammar, [tree])
+                if CONSTANT not in tokens_of[0]:
+                    assert tried[word & len(tried) - 1] & np.uint64((1 << 44) - 1) != word >> 20
+                marks.append(word)
+            for word in marks:
+                place = word & len(tried) - 1
+                mark = own.call("tried_mark", np.uint64(word), np.uint64(generation))
+                tried[place] = max(int(tried[place]), mark)
+            codes, values, lengths = child_codes.copy(), child_values.copy(), child_lengths.copy()
+            used = np.arange(width) < lengths[:, None]
+            made.append((lengths, np.where(used, codes, 0)))
+        results.append(made)
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one[0], other[0])
+        np.testing.assert_array_equal(one[1], other[1])
+
+
+def test_later_marks_of_structures_stay(genes):
+    """The last generation that has a number of its own is that of all later ones."""
+    marks = [
+        genes.call("tried_mark", np.uint64(7 << 30), np.uint64(generation))
+        for generation in (0, 1, 5, (1 << 20) - 1, 1 << 20, 1 << 40)
+    ]
+    assert marks == sorted(marks)
+    assert len(set(marks)) == 4
+    assert {mark & (1 << 44) - 1 for mark in marks} == {7 << 10}
