@@ -30,7 +30,7 @@ from warpfit.ops import VARIABLE
 from warpfit.parse import parse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Generator, Mapping
 
     from warpfit.dataset import Dataset
 
@@ -151,6 +151,8 @@ class LossFunction:
         return self.closing is Closing.SCORE
 
 
+#: Rows of a block of `TargetStatistics`, for which a pass takes about a millisecond.
+_BLOCK_ROWS: Final = 1 << 17
 #: Property of `TargetStatistics` that a closing divides by.
 _DIVISORS: Final = {
     **dict.fromkeys((Closing.MEAN, Closing.ROOT), "weight"),
@@ -160,7 +162,11 @@ _DIVISORS: Final = {
 
 @dataclass(frozen=True, eq=False)
 class TargetStatistics:
-    """Statistics of target and weights over the rows of an evaluation, computed when needed."""
+    """Statistics of target and weights over the rows of an evaluation, computed when needed.
+
+    Each takes a pass over blocks of rows, which needs no memory for all rows. `steps` pauses
+    between two blocks.
+    """
 
     target: NDArray[Any]
     """[rows]."""
@@ -178,27 +184,67 @@ class TargetStatistics:
         """Return what a closing divides sums by; 1 if by nothing."""
         return 1.0 if closing is Closing.SUM else float(getattr(self, _DIVISORS[closing]))
 
-    def has_divisor(self, closing: Closing) -> bool:
-        """Return whether `divisor` has been computed, which takes a pass over the rows."""
-        return closing is Closing.SUM or _DIVISORS[closing] in vars(self)
+    def divisor_steps(self, closing: Closing) -> Generator[None, None, None]:
+        """Compute `divisor` as `steps` does."""
+        if closing is not Closing.SUM:
+            yield from self.steps(_DIVISORS[closing])
+
+    def steps(self, *names: str) -> Generator[None, None, None]:
+        """Compute the statistics of these names, with a pause between blocks of rows."""
+        for name in names:
+            if name not in vars(self):
+                found = yield from getattr(self, f"_{name}")()
+                vars(self)[name] = found
 
     @cached_property
     def weight(self) -> float:
         """Sum of the weights, in float64; NaN if it overflows."""
+        return _last(self._weight())
+
+    def _weight(self) -> Generator[None, None, float]:
         if self.weights is None:
             return float(len(self.target))
-        with np.errstate(over="ignore"):
-            return _nan_if_overflown(float(self.weights.sum(dtype=np.float64)))
+        return _nan_if_overflown((yield from self._sum(lambda y, w: w)))
+
+    @cached_property
+    def rows(self) -> int:
+        """Number of the rows that have a weight."""
+        return round(_last(self._rows()))
+
+    def _rows(self) -> Generator[None, None, float]:
+        if self.weights is None:
+            return len(self.target)
+        return round((yield from self._sum(lambda y, w: np.ones(len(w)))))
 
     @cached_property
     def squares(self) -> float:
-        """Sum of w y^2 in float64; rows of weight 0 may hold anything."""
-        with np.errstate(all="ignore"):
-            each = np.square(self.target, dtype=np.float64)
-            if self.weights is not None:
-                each *= self.weights
-            total = float(each.sum())
-            return float(np.nansum(each)) if math.isnan(total) else total
+        """Sum of w y^2 in float64, without what is NaN."""
+        return _last(self._squares())
+
+    def _squares(self) -> Generator[None, None, float]:
+        def term(y: Floats, w: Floats) -> Floats:
+            each = w * np.square(y)
+            return np.where(np.isnan(each), 0.0, each)
+
+        return (yield from self._sum(term))
+
+    @cached_property
+    def largest(self) -> float:
+        """Largest abs(y); NaN if any y is."""
+        return _last(self._largest())
+
+    def _largest(self) -> Generator[None, None, float]:
+        return (yield from self._sum(lambda y, w: np.abs(y), np.max))
+
+    @cached_property
+    def mean(self) -> float:
+        """Weighted mean of the finite y; 0 if there is none."""
+        return _last(self._mean())
+
+    def _mean(self) -> Generator[None, None, float]:
+        weight = yield from self._sum(lambda y, w: w[np.isfinite(y)])
+        total = yield from self._sum(lambda y, w: (w * y)[np.isfinite(y)])
+        return total / weight if weight else 0.0
 
     @cached_property
     def variation(self) -> float:
@@ -206,17 +252,66 @@ class TargetStatistics:
 
         It is NaN if it overflows, because a quotient by infinity would say that nothing is left.
         """
-        target, weights = self.target, self.weights
-        if weights is not None and not weights.all():
-            has_weight = weights > 0
-            target, weights = target[has_weight], weights[has_weight]
+        return _last(self._variation())
+
+    def _variation(self) -> Generator[None, None, float]:
+        yield from self.steps("weight")
+        # The first y is subtracted, so that a large mean costs no digits.
+        origin: float | None = None
+
+        def deviations(y: Floats) -> Floats:
+            nonlocal origin
+            origin = float(y[0]) if origin is None else origin
+            return y - origin
+
+        total = yield from self._sum(lambda y, w: w * deviations(y))
         with np.errstate(all="ignore"):
-            # The first row is subtracted, so that a large mean costs no digits.
-            y = target.astype(np.float64) - target[:1].astype(np.float64)
-            if weights is None:
-                return _nan_if_overflown(float(np.square(y - y.mean()).sum()))
-            w = weights.astype(np.float64)
-            return _nan_if_overflown(float((w * np.square(y - (w * y).sum() / self.weight)).sum()))
+            mean = np.float64(total) / self.weight
+        found = yield from self._sum(lambda y, w: w * np.square(deviations(y) - mean))
+        return _nan_if_overflown(found)
+
+    def _sum(
+        self,
+        term: Callable[[Floats, Floats], Floats],
+        reduce: Callable[[Any], Any] = np.sum,
+    ) -> Generator[None, None, float]:
+        """Reduce a term of blocks of target and weights, in float64; 0 without rows.
+
+        Rows of weight 0 may hold anything, and are left out before blocks are made of the others:
+        so the result has the bits of data without these rows.
+        """
+        parts: list[Any] = []
+        y, w = np.empty(0), np.empty(0)
+        for start in range(0, len(self.target), _BLOCK_ROWS):
+            rows = slice(start, start + _BLOCK_ROWS)
+            more = self.target[rows].astype(np.float64)
+            weights = np.ones(len(more))
+            if self.weights is not None:
+                weights = self.weights[rows].astype(np.float64)
+                if not weights.all():
+                    more, weights = more[weights > 0.0], weights[weights > 0.0]
+            if len(y):
+                more, weights = np.concatenate([y, more]), np.concatenate([w, weights])
+            y, w = more, weights
+            is_last = rows.stop >= len(self.target)
+            with np.errstate(all="ignore"):
+                while len(y) >= _BLOCK_ROWS or (is_last and len(y)):
+                    parts.append(reduce(term(y[:_BLOCK_ROWS], w[:_BLOCK_ROWS])))
+                    y, w = y[_BLOCK_ROWS:], w[_BLOCK_ROWS:]
+            if not is_last:
+                yield
+        with np.errstate(all="ignore"):
+            return float(reduce(parts)) if parts else 0.0
+
+
+def _last(steps: Generator[None, None, float]) -> float:
+    """Return the result of a generator."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: float = end.value
+            return found
 
 
 def _nan_if_overflown(total: float) -> float:

@@ -44,9 +44,11 @@ JACOBIAN_NUMBERS: Final = 2**21
 MOST_SUMS: Final = 2**25
 _BLOCK_ROWS: Final = 2048
 MOST_BLOCKS: Final = 64
-#: Token-rows of a program over rows that are computed without a pause, some 30 ms of a thread; the
-#: rows of longer work are cut into more blocks.
-_LONG_SPAN: Final = 100_000_000
+#: Token-rows of a program over rows that are computed without a pause: a millisecond of a thread,
+#: and some 50 of the dearest operators. The rows of longer work are cut into more blocks.
+_LONG_SPAN: Final = 1_000_000
+#: Products of pairs of parameters over the least block of rows of a fit, for the limit of its rows.
+_PRODUCTS_OF_A_BLOCK: Final = 1_000_000_000
 #: Most variables of a data set for derivatives by them: those of one program are 8 MiB.
 _DERIVED_VARIABLES: Final = 1 << 20
 #: Bytes of an upload's header without names, and of each name beside its characters, at most.
@@ -210,7 +212,7 @@ def check_fit(request: FitRequest, layout: Layout, limits: Limits) -> int:
         )
     # The products of all pairs of parameters, over a block of rows as small as sums allow.
     start, stop = request.problem.row_range(layout)
-    of_block = max(2 * _BLOCK_ROWS, 10 * _LONG_SPAN // max(1, most * most))
+    of_block = max(2 * _BLOCK_ROWS, _PRODUCTS_OF_A_BLOCK // max(1, most * most))
     allowed = of_block * (MOST_SUMS // (2 + most + most * most))
     if stop - start > allowed:
         raise ResourceExhaustedError(

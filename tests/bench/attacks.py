@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import multiprocessing
 import os
 import resource
@@ -241,6 +242,66 @@ def idle_connections(scene: Scene, stop: Any) -> None:
             stop.wait(20)
 
 
+def long_data(scene: Scene, rows: int, variables: int = 1) -> tuple[warpfit.Client, Any]:
+    """Upload many rows or variables; return the greedy tenant's client, and the data set."""
+    X = np.random.default_rng(SEED).random((rows, variables), dtype="f4")
+    client = scene.client()
+    return client, client.upload(X, X[:, 0])
+
+
+def refused_calls(scene: Scene, stop: Any) -> None:
+    """60 threads that repeat their calls 20 ms after each refusal."""
+    client, data = long_data(scene, 200_000)
+
+    def work(_: int) -> None:
+        while not stop.is_set():
+            try:
+                client.evaluate(data, ["sin(x1)"] * 50, loss="mse", timeout=20)
+            except warpfit.WarpfitError:
+                time.sleep(0.02)
+
+    in_threads(60, work)
+
+
+def long_losses(scene: Scene) -> Callable[[Any], object]:
+    """200 programs of one token with a loss of 251 tokens, on 1,000,000 rows."""
+    _, data = long_data(scene, 1_000_000)
+    loss = warpfit.LossFunction.parse("abs(d)" + "+abs(d)" * 49)
+    return calls(request(data, ["x1"] * 200, loss=loss), scene)
+
+
+def fits_of_many_variables(scene: Scene) -> Callable[[Any], object]:
+    """Fits of one parameter on 20,000 variables and 1,024 rows."""
+    _, data = long_data(scene, 1024, 20_000)
+    return fits(scene, data)
+
+
+def fits_of_many_rows(scene: Scene) -> Callable[[Any], object]:
+    """Fits that leave missing values out, on 30,000,000 rows."""
+    _, data = long_data(scene, 30_000_000)
+    return fits(scene, data, missing="drop")
+
+
+def fits(scene: Scene, data: Any, **options: Any) -> Callable[[Any], object]:
+    """Fit one parameter in one iteration."""
+    fit = build_fit(data, ["p1*x1"], [[1.0]], {"max_iterations": 1, **options})
+    return calls(codec.fit_to_message(fit).SerializeToString(), scene, "Optimize")
+
+
+def changing_rows(scene: Scene) -> Callable[[Any], object]:
+    """Scores over row ranges that change from call to call."""
+    _, data = long_data(scene, 30_000_000)
+    numbers, metadata = itertools.count(1), bearer(scene.tokens["greedy"])
+
+    def call(channel: Any) -> None:
+        number = next(numbers)
+        rows = number, 30_000_000 - number
+        message = request(data, ["x1"], loss="r2", linear_scaling=True, correlation=True, rows=rows)
+        list(start(channel, message, "Evaluate", metadata=metadata))
+
+    return call
+
+
 ATTACKS: Final[dict[str, Attack]] = {
     **{f"H1 {kind} frames": frames(kind) for kind in FLOODS},
     "H2 headers that are no UTF-8": bad_headers,
@@ -253,6 +314,11 @@ ATTACKS: Final[dict[str, Attack]] = {
     "H7 large answers": repeated(idle_memory, 6),
     "H8 programs of 10,000 tokens": repeated(long_programs, 2),
     "H13 idle connections of the health port": idle_connections,
+    "A1 calls that are refused": refused_calls,
+    "A2 long losses over 1,000,000 rows": repeated(long_losses, 2),
+    "A3 fits on 20,000 variables": repeated(fits_of_many_variables, 2),
+    "A4 fits of 30,000,000 rows": repeated(fits_of_many_rows, 2),
+    "A5 row ranges that change": repeated(changing_rows, 2),
 }
 
 
@@ -382,7 +448,7 @@ def attacked(name: str, seconds: float) -> dict[str, Any]:
 
         weighing = threading.Thread(target=weigh)
         with watched(scene) as health, running(_attack, name, scene):
-            time.sleep(2)  # it has begun
+            time.sleep(4)  # it has begun, also one that uploads much
             weighing.start()
             under = innocent.measure(seconds)
             done.set()
@@ -452,6 +518,27 @@ def _fill_with_segments(server: ServerProcess, scene: Scene) -> dict[str, Any]:
     return {"failed": failures, "descriptors": family, "engine_replaced_after_s": replaced}
 
 
+def calls_after_refusals() -> dict[str, Any]:
+    """A1: single calls of a tenant whose calls were refused before, while another one calls."""
+    stop, codes = threading.Event(), []
+    with served() as (_, scene, _):
+        innocent = Innocent(scene)
+        attacking = threading.Thread(target=refused_calls, args=(scene, stop))
+        attacking.start()
+        time.sleep(5)
+        stop.set()
+        attacking.join()
+        client, data = long_data(scene, 1000)
+        for _ in range(8):
+            innocent.measure(0.2)
+            try:
+                client.evaluate(data, ["x1"], loss="mse", timeout=5)
+                codes.append("OK")
+            except warpfit.WarpfitError as error:
+                codes.append(error.reason)
+    return {code: codes.count(code) for code in set(codes)}
+
+
 def stopped_main() -> dict[str, Any]:
     """H10: what front ends say of their readiness while the main process hangs."""
     with served("--front-ends", "3") as (server, scene, _):
@@ -484,6 +571,7 @@ def main() -> None:
     others: dict[str, Callable[[], dict[str, Any]]] = {
         "H3 few descriptors": few_descriptors,
         "H10 a main process that hangs": stopped_main,
+        "A1 single calls after refusals": calls_after_refusals,
         **{name: partial(measured, name) for name in MCP_ATTACKS},
     }
     found: dict[str, Any] = {}

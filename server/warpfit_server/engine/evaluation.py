@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -38,7 +37,6 @@ from warpfit_server.engine.interface import (
     Selection,
     SmallFits,
     Steps,
-    offload,
 )
 
 Floats = NDArray[np.float64]
@@ -46,8 +44,6 @@ Floats = NDArray[np.float64]
 _OF_ALL_ROWS: Final = ("values", "jacobian", "reductions")
 #: Outputs that are sums over the rows that have a weight.
 _OF_WEIGHTED_ROWS: Final = ("losses", "gradients", "variable_gradients", "moments")
-#: Bytes of a row of a target as its statistics are computed.
-_ROW_BYTES: Final = 8
 #: Row ranges of a data set whose statistics are kept.
 _KEPT_RANGES: Final = 256
 
@@ -278,9 +274,7 @@ class Finalizer:
             scaling[...], outputs.losses[...] = scale_linearly(moments)
         rows = evaluation.row_range(dataset.layout)
         statistics = self.statistics(dataset, rows)
-        if not statistics.has_divisor(loss.closing):
-            pass_over_rows = partial(statistics.divisor, loss.closing)
-            yield from offload((rows[1] - rows[0]) * _ROW_BYTES, pass_over_rows)
+        yield from statistics.divisor_steps(loss.closing)
         losses = outputs.losses
         losses[...] = close_losses(loss.closing, losses, statistics)
         if (gradients := outputs.variable_gradients) is not None:

@@ -50,6 +50,8 @@ _LOG: Final = logging.getLogger("warpfit.engine")
 _BUSY_POLL_SECONDS: Final = 0.003
 #: Seconds between two looks at the device where there are few cores.
 _DEVICE_SECONDS: Final = 30e-6
+#: Seconds that a merged evaluation goes on without a pause.
+_MERGED_SECONDS: Final = 0.01
 #: Seconds between two looks whether requests that wait for a future were cancelled.
 _LOOK_SECONDS: Final = 0.05
 #: Least number of cores for busy polling, which takes one of them.
@@ -62,7 +64,8 @@ class _Step:
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
         self.is_merged = requests[0].merge_key is not None
-        """Whether they are evaluated as one batch, even a lone one; it has no pauses then."""
+        """Whether they are evaluated as one batch, even a lone one. If it pauses, the first request
+        of them stands for all in the queue."""
         self.began = time.perf_counter()
         self.wanted: list[Request] = []
         """The requests that had not been cancelled when it began."""
@@ -92,6 +95,8 @@ class Loop:
         """Device work or future that each step waits for. A step that waits for the device is in
         flight. One that waits for a future, of code that is being loaded or compiled, has ended;
         its request is queued again once the future is done."""
+        self._paused: dict[Request, _Step] = {}
+        """Merged steps that have paused, by their first request, which waits in the queue."""
         self._idle = 0
         """Threads that have found nothing to do."""
         self._busy_polling = threading.Lock()
@@ -164,7 +169,11 @@ class Loop:
             leaves_work = self._idle > 0 and len(self._scheduler) > 0
         if leaves_work:
             self._wake()
-        return _Step(requests)
+        step = self._paused.pop(requests[0], None)
+        if step is None:
+            return _Step(requests)
+        step.requests, step.began = requests, time.perf_counter()
+        return step
 
     def _run_step(self, step: _Step) -> None:
         """Run a step until it waits for something or has ended; answer what is finished."""
@@ -187,9 +196,13 @@ class Loop:
         is_lone, unfinished = len(step.wanted) == 1, step.wanted
         LOGGED_REQUEST_ID.set(step.wanted[0].problem.request_id if is_lone else "")
         waits_for: Future[Any] | DeviceWork | None = None
+        pause_at = time.perf_counter() + _MERGED_SECONDS
         try:
             while (waits_for := next(step.steps)) is None and step.is_merged:
-                pass
+                if time.perf_counter() > pause_at:
+                    unfinished = step.wanted[:1]
+                    self._paused[unfinished[0]] = step
+                    break
         except StopIteration as end:
             self._answer(step.wanted, end.value)
             unfinished = []

@@ -46,6 +46,9 @@ _ACTIVE: Final = 1.0
 _REMEMBERED: Final = 1000
 #: Waiting requests of one tenant that are examined for merging.
 _EXAMINED: Final = 64
+#: Seconds after which a step does not keep another tenant's from beginning beside it: it is longer
+#: than steps should be, and may be one that cannot be cut.
+_OVERDUE: Final = 0.02
 #: Seconds between two looks at the clock and at new requests while a suspect has its turn.
 _LOOK_SECONDS: Final = 0.05
 
@@ -99,6 +102,8 @@ class _TenantQueue(Generic[Item]):
     def __init__(self, charge: float) -> None:
         self.charge = charge
         self.running = 0
+        self.began = 0.0
+        """When its last step began, on the scheduler's clock."""
         self.short: _ClassQueue[Item] = _ClassQueue(_SHORT_WEIGHT)
         self.long: _ClassQueue[Item] = _ClassQueue(1.0)
 
@@ -158,7 +163,7 @@ class Scheduler(Generic[Item]):
     Args:
         merged_size: most token-rows of the requests that are merged into one step; may be changed.
         shares_cores: whether steps that run at the same time slow each other down. Then only one
-            runs at a time while several tenants are active.
+            runs at a time while several tenants are active, unless it takes too long.
         clock: returns seconds.
     """
 
@@ -188,7 +193,9 @@ class Scheduler(Generic[Item]):
     @property
     def timeout(self) -> float | None:
         """Seconds after which `next` may return something although nothing has arrived or ended."""
-        return None if self._turn is None else _LOOK_SECONDS
+        if self._turn is not None:
+            return _LOOK_SECONDS
+        return _OVERDUE if self._shares_cores and self._waiting else None
 
     def add(self, request: Item) -> None:
         """Queue a request, when it arrives or after one of its steps."""
@@ -249,7 +256,11 @@ class Scheduler(Generic[Item]):
     def _next_of_tenants(self) -> list[Item]:
         """Take requests of the tenant that has been charged least, or begin a suspect's turn."""
         tenants = [tenant for tenant in self._tenants.values() if tenant.is_waiting]
-        if not tenants or self._must_wait():
+        if tenants and self._is_crowded():
+            began = max(tenant.began for tenant in self._tenants.values() if tenant.running)
+            is_overdue = began < self._clock() - _OVERDUE
+            tenants = [tenant for tenant in tenants if is_overdue and not tenant.running]
+        if not tenants:
             return []
         tenant = min(tenants, key=lambda t: t.charge)
         self._virtual_time = max(self._virtual_time, tenant.charge)
@@ -281,10 +292,10 @@ class Scheduler(Generic[Item]):
 
     def _take_one(self, tenant: _TenantQueue[Item], request: Item) -> None:
         tenant.remove(request)
-        tenant.running += 1
+        tenant.running, tenant.began = tenant.running + 1, self._clock()
         self._waiting -= 1
 
-    def _must_wait(self) -> bool:
+    def _is_crowded(self) -> bool:
         """Tell whether a step would slow down another one while several tenants are active."""
         tenants = [tenant for name, tenant in self._tenants.items() if name != PROBE]
         if not self._shares_cores or not any(tenant.running for tenant in tenants):

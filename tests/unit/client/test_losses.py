@@ -113,6 +113,41 @@ def test_poisson_is_as_exact_as_its_terms(log):
     assert np.all(np.abs(found - exact(formula, f, y)) <= 4e-16 * terms)
 
 
+STATISTICS = ("weight", "rows", "squares", "largest", "mean", "variation")
+
+
+@pytest.mark.parametrize("block", [7, 50, 1 << 17])
+@pytest.mark.parametrize("weightless", [0, 20])
+def test_statistics_of_a_target_are_made_of_blocks_of_rows(monkeypatch, block, weightless):
+    """Rows of weight 0 may hold anything, and change no bit."""
+    monkeypatch.setattr(losses, "_BLOCK_ROWS", block)
+    y, w = np.full((2, 50 + weightless), np.nan)
+    used = rng.permutation(50 + weightless)[:50]
+    used.sort()
+    w[:], y[used], w[used] = 0.0, Y, W
+    whole, alone = losses.TargetStatistics(y, w), losses.TargetStatistics(Y, W)
+    assert list(whole.steps(*STATISTICS)) or block >= len(y), "it pauses between blocks"
+    found = {name: getattr(whole, name) for name in STATISTICS}
+    assert found == {name: getattr(alone, name) for name in STATISTICS}
+    assert not list(whole.steps(*STATISTICS)), "they are kept"
+    mean = np.average(Y, weights=W)
+    expected = (
+        W.sum(), 50, np.sum(W * Y**2), Y.max(), mean, np.sum(W * (Y - mean) ** 2),
+    )  # fmt: skip
+    np.testing.assert_allclose([found[name] for name in STATISTICS], expected, rtol=1e-14)
+
+
+def test_statistics_of_a_target_that_is_not_finite():
+    y = np.array([1.0, np.nan, 2.0, np.inf])
+    found = losses.TargetStatistics(y)
+    assert (found.mean, found.rows, found.weight) == (1.5, 4, 4.0)
+    assert found.squares == np.inf
+    assert np.isnan(found.largest)
+    assert np.isnan(found.variation)
+    nothing = losses.TargetStatistics(y, np.zeros(4))
+    assert [getattr(nothing, name) for name in STATISTICS] == [0.0] * 6
+
+
 @pytest.mark.parametrize("loss", [*Loss, *losses.BY_NAME])
 def test_closed_gradients_are_central_differences(loss):
     function = losses.BUILT_IN[loss] if isinstance(loss, Loss) else losses.BY_NAME[loss]()

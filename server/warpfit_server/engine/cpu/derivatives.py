@@ -77,6 +77,7 @@ from warpfit_server.engine.cpu.interpreter import (
     run_instructions,
     run_prologue,
     span_level,
+    weights_of,
 )
 from warpfit_server.engine.cpu.statistics import MOMENTS, REDUCTIONS, from_zero, merge_reductions
 from warpfit_server.engine.interface import Arithmetic, Outputs, Steps
@@ -99,12 +100,19 @@ from warpfit_server.engine.native.arguments import (
 )
 from warpfit_server.engine.native.intrinsics import call_kernel, call_sum, inlined
 from warpfit_server.engine.requested_outputs import RequestedOutputs
-from warpfit_server.engine.sum_tree import carry, node_sums, sum_nodes
+from warpfit_server.engine.sum_tree import carry, node_sums, summed
 
 #: What row losses are computed with.
 _WIDE: Final = Arithmetic.DOUBLE
 #: Token-rows that take about as long as lowering one token with its derivatives.
 _COST_OF_DERIVATIVES: Final = 1500
+#: Instructions that take about as long as one of a row loss, which is computed in float64, and as
+#: the reductions and the moments of a block of values.
+_COST_OF_WIDE: Final = 2
+_COST_OF_REDUCTIONS: Final = 4
+_COST_OF_MOMENTS: Final = 16
+#: Reductions and moments of nodes that are merged without a pause.
+_FINISHED_AT_ONCE: Final = 1 << 17
 # Arrays of an argument block after the inputs.
 _ROW_LOSS: Final = OWN_ARRAYS + INPUT_ARRAYS
 _DOTS: Final = _ROW_LOSS + INPUT_ARRAYS
@@ -145,8 +153,11 @@ class DerivativePlan:
 class LoweredDerivatives:
     """Programs lowered with their derivatives, and the plan of the last selection of them."""
 
-    def __init__(self, lowered: Lowered, row_loss: Lowered) -> None:
+    def __init__(
+        self, lowered: Lowered, row_loss: Lowered, weights: NDArray[np.float64], loss_weight: float
+    ) -> None:
         self._lowered = lowered
+        self._weights, self._loss_weight = weights, loss_weight
         self._row_loss = row_loss
         self._last: tuple[NDArray[np.int64] | None, DerivativePlan] | None = None
 
@@ -172,10 +183,19 @@ class LoweredDerivatives:
         reductions = REDUCTIONS * (requested.reductions is not None)
         moments = MOMENTS * (requested.moments is not None)
         sums = int(sizes.sum()) + len(sizes) * (reductions + moments)
-        # The product of two columns costs about as much as an instruction.
-        costs = headers["end"] - headers["start"] + products // 2
+        # The product of two columns costs about as much as an instruction, and so do the sum over
+        # a column and a row of a Jacobian. A row loss is computed for each program.
+        others = products // 2 + columns + headers["entries"] * (requested.jacobian is not None)
+        others = others + _COST_OF_REDUCTIONS * (requested.reductions is not None)
+        others = others + _COST_OF_MOMENTS * (requested.moments is not None)
+        own = headers["end"] - headers["start"]
+        loss_tokens = _COST_OF_WIDE * int(np.sum(self._row_loss.headers["end"]))
+        costs = own + others + loss_tokens
+        weights = self._weights if programs is None else self._weights[programs]
+        weights = (own * weights + others + loss_tokens * self._loss_weight) / costs
         level = span_level(rows, layout, sums, int(costs.max()))
-        cut = cut_instances(costs, headers["invariants"], vectors, rows, layout, level)
+        invariants = headers["invariants"]
+        cut = cut_instances(costs, weights, invariants, vectors, rows, layout, level)
         loss = requested.row_loss
         weighs_loss = loss is not None and not mentions_weight(loss)
         plan = DerivativePlan(lowered, self._row_loss, cut, sizes, weighs_loss)
@@ -200,13 +220,14 @@ def lower_derivatives(
         numba_cache.address_of(differentiate_chunk), batch, tokens, flags, requested.cancelled
     )
     yield from run(work)
-    row_loss = allocate(0, 0, 0)
+    row_loss, loss_weight = allocate(0, 0, 0), 1.0
     if loss is not None and not requested.deviation:
-        work, row_loss = lowering_work(
-            numba_cache.address_of(lower_chunk), Batch.of([loss]), requested.cancelled
-        )
+        given = Batch.of([loss])
+        loss_weight = float(weights_of(given)[0])
+        function = numba_cache.address_of(lower_chunk)
+        work, row_loss = lowering_work(function, given, requested.cancelled)
         yield from run(work)
-    return LoweredDerivatives(lowered, row_loss)
+    return LoweredDerivatives(lowered, row_loss, weights_of(batch), loss_weight)
 
 
 def differentiation_work(
@@ -286,9 +307,13 @@ class DerivativeRun:
         """Return the work that runs the programs over the rows and adds up."""
         return self._work(numba_cache.address_of(linearise_chunk), self._cut)
 
+    def add_up(self) -> Steps[None]:
+        """Add the sums of all nodes up, once `summing` has run."""
+        sums = self.nodes[:, : len(self._totals)]
+        self._totals[:] = yield from summed(sums, self._first_node)
+
     def combining(self) -> ChunkedWork:
         """Return the work that makes derivatives and moments of the sums over all rows."""
-        self._totals[:] = sum_nodes(self.nodes[:, : len(self._totals)], self._first_node)
         for array in self._gradients:
             array.fill(0.0)
         return self._work(
@@ -311,20 +336,26 @@ class DerivativeRun:
     def _first_node(self) -> int:
         return first_node(self._rows, self._layout, self._cut.level)
 
-    def finish(self) -> None:
+    def finish(self) -> Steps[None]:
         """Fill the other outputs, once `combining` has run."""
         requested, (start, stop) = self._requested, self._rows
         if requested.losses is not None:
             requested.losses.reshape(-1)[:] = self._totals[self._starts + LOSS_SUM]
-        if requested.reductions is not None:
-            totals = self._totals[self._starts + VALUE_SUM]
-            parts = self.nodes[:, len(self._totals) : self._first_moment]
-            parts = parts.reshape(len(parts), -1, REDUCTIONS)
-            found: NDArray[Any] = merge_reductions(totals, parts, stop - start)
-            requested.reductions.reshape(found.shape)[:] = found
-        if requested.moments is not None:
-            found = from_zero(self.nodes[0, self._first_moment :].reshape(-1, MOMENTS))
-            requested.moments.reshape(found.shape)[:] = found
+        if requested.reductions is None and requested.moments is None:
+            return
+        count, parts = len(self._starts), self.nodes[:, len(self._totals) : self._first_moment]
+        parts = parts.reshape(len(parts), -1, REDUCTIONS)
+        moments = self.nodes[0, self._first_moment :].reshape(-1, MOMENTS)
+        step = max(1, _FINISHED_AT_ONCE // len(self.nodes))
+        for some in (slice(first, first + step) for first in range(0, count, step)):
+            if some.start:
+                yield None
+            if requested.reductions is not None:
+                totals = self._totals[self._starts[some] + VALUE_SUM]
+                merged = merge_reductions(totals, parts[:, some], stop - start)
+                requested.reductions.reshape(count, -1)[some] = merged
+            if requested.moments is not None:
+                requested.moments.reshape(count, -1)[some] = from_zero(moments[some])
 
 
 # ------------------------------------------------------------- programs with derivatives, compiled

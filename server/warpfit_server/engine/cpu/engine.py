@@ -49,6 +49,7 @@ from warpfit_server.engine.cpu.interpreter import (
     lowering_work,
     new_context,
     span_level,
+    weights_of,
 )
 from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import Arithmetic
@@ -62,7 +63,7 @@ from warpfit_server.engine.requested_outputs import (
     linearisation_outputs,
     requested_outputs,
 )
-from warpfit_server.engine.sum_tree import sum_nodes
+from warpfit_server.engine.sum_tree import summed
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.system.machine import available_cores
 
@@ -281,25 +282,27 @@ class CpuEngine:
         """
         # Another thread must receive meanwhile, and nobody wait for the values of a step.
         longest = _LONG_STEP if self.step_threads > 1 and on_step is None else 1
+        if work.cut.cost > self._step_size_of(work.function):
+            yield None
         stop = 0
         while stop < work.chunks:
-            most = self._step_size_of(work.function)
-            size = max(1, work.chunks * most // max(1, work.cut.cost))
-            if size < work.chunks:
-                yield None
-            first, end = stop, min(stop + size * longest, work.chunks)
-            helpers, started = work.helpers(first, end), time.perf_counter()
-            task = self._loop.begin(work.function, work.block, first, end, helpers, size)
+            first, started = stop, time.monotonic_ns()
+            step = int(1e9 * self._step_seconds)
+            ends = started + step, started + longest * step
+            helpers = work.helpers(first, work.chunks)
+            task = self._loop.begin(work.function, work.block, first, work.chunks, helpers, ends)
             stop = task.result()
             if work.cancelled[0]:
                 raise CancelledError("the evaluation was cancelled", "CANCELLED")
-            if stop - first >= size:  # a shorter step says little
-                done = work.cut.cost * (stop - first) / work.chunks
-                rate = done / (time.perf_counter() - started)
+            taken = time.monotonic_ns() - started
+            if 2 * taken >= step:  # a shorter step says little
+                rate = 1e9 * work.cut.cost * (stop - first) / work.chunks / max(1, taken)
                 known = self._rates.setdefault(work.function, rate)
                 self._rates[work.function] = known + _RATE_WEIGHT * (rate - known)
             if on_step is not None:
                 on_step(stop)
+            if stop < work.chunks:
+                yield None
 
     def _load_derivatives(self) -> Future[Kernels]:
         return BACKGROUND.submit(parts.load_derivatives, self._kernels, self.threads)
@@ -336,10 +339,11 @@ class CpuEngine:
         is_long = plan.cut.cost > self.step_size
         if is_long:  # so that the last rows, what follows them and the outputs are steps apart
             yield None
+        yield from run.add_up()
         yield from self.run_in_steps(run.combining())
         if is_long:
             yield None
-        run.finish()
+        yield from run.finish()
 
     def _evaluate(
         self, dataset: Dataset, evaluation: Evaluation, outputs: interface.Outputs
@@ -370,7 +374,8 @@ class CpuEngine:
         work = ChunkedWork(self._interpret, arrays, cut, outputs.cancelled)
         yield from self._evaluate_in_steps(work, outputs, batch.vectors)
         if outputs.losses is not None:
-            outputs.losses.reshape(-1)[:] = sum_nodes(sums, first_node(rows, layout, level))
+            total = yield from summed(sums, first_node(rows, layout, level))
+            outputs.losses.reshape(-1)[:] = total
 
 
 class _LoweredPrograms:
@@ -379,6 +384,7 @@ class _LoweredPrograms:
     def __init__(self, programs: Batch, lowered: Lowered) -> None:
         self.lowered = lowered
         self._lengths = programs.lengths.astype(np.int64)
+        self._weights = weights_of(programs)
         self._last: tuple[Hashable, Cut] | None = None
 
     def cut(self, vectors: int, rows: tuple[int, int], layout: Layout, level: int) -> Cut:
@@ -386,7 +392,8 @@ class _LoweredPrograms:
         key, last = (vectors, rows, layout.dtype, level), self._last
         if last is None or last[0] != key:
             invariants = self.lowered.headers["invariants"]
-            last = key, cut_instances(self._lengths, invariants, vectors, rows, layout, level)
+            given = vectors, rows, layout, level
+            last = key, cut_instances(self._lengths, self._weights, invariants, *given)
             self._last = last
         return last[1]
 

@@ -20,6 +20,7 @@ threads or on how work is cut.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset, Layout
 from warpfit.ir import Batch
+from warpfit.ops import KERNEL_FUNCTIONS, OPERATORS
 from warpfit.request import Evaluation
 from warpfit_server.engine.lowering import NONE, Lowered, allocate, lowered_of, lowering_arrays
 from warpfit_server.engine.native import numba_cache
@@ -95,6 +97,10 @@ _COST_OF_A_SUM: Final = 500
 _COST_OF_A_THREAD: Final = 300_000
 #: Invariants of a chunk (64 bytes each): they share the second-level cache with the rows.
 _CHUNK_INVARIANTS: Final = 4096
+#: Times as long as an addition that vectorised and other functions take, and which are neither.
+_DEAR, _DEAREST = 32.0, 128.0
+_CHEAP: Final = frozenset({"abs", "sqrt", "floor", "ceil", "rint"})
+_SCALAR: Final = frozenset({"tgamma", "lgamma", "digamma", "cbrt", "tan", "pow"})
 #: The spans of work that has no rows.
 ONE_SPAN: Final = np.zeros(1, dtype=RANGE)
 
@@ -396,16 +402,39 @@ def _between(edges: NDArray[np.int64]) -> NDArray[np.void]:
     return ranges
 
 
+def _weight(kernel: str) -> float:
+    """Estimate how many times as long a kernel takes as an addition does."""
+    called = {name for name in KERNEL_FUNCTIONS if re.search(rf"\b{name}\(", kernel)}
+    if called <= _CHEAP:
+        return 1.0
+    return _DEAREST if called & _SCALAR else _DEAR
+
+
+_WEIGHTS: Final = np.ones(256)
+_WEIGHTS[[row.code for row in OPERATORS.values()]] = [_weight(r.kernel) for r in OPERATORS.values()]
+
+
+def weights_of(batch: Batch) -> NDArray[np.float64]:
+    """Estimate how many times as long a token of each program takes as an addition does."""
+    return np.asarray(np.add.reduceat(_WEIGHTS[batch.codes], batch.starts[:-1]) / batch.lengths)
+
+
 def cut_instances(
     tokens: NDArray[np.int64],
+    weights: NDArray[np.float64],
     invariants: NDArray[np.int64],
     vectors: int,
     rows: tuple[int, int],
     layout: Layout,
     level: int,
 ) -> Cut:
-    """Cut rows into nodes of a level, and the instances of programs into ranges of equal cost."""
+    """Cut rows into nodes of a level, and the instances of programs into ranges of equal time.
+
+    The time of a program's tokens follows from their number and from their ``weights``. The cost of
+    the cut counts the tokens alone, of which engines measure how many they compute in a second.
+    """
     spans = cut_rows(rows, layout, level)
+    times = np.repeat(tokens * weights, vectors)
     tokens, invariants = np.repeat(tokens, vectors), np.repeat(invariants, vectors)
     total = int(tokens.sum()) * (rows[1] - rows[0])
     span = int(spans["stop"][0] - spans["start"][0])
@@ -414,7 +443,7 @@ def cut_instances(
     chunk = max(min(total // _MANY_CHUNKS, _LARGEST_CHUNK), _LEAST_CHUNK)
     if total > _MANY_CHUNKS * few_instances:
         chunk = max(chunk, few_instances)
-    share = tokens * (span / chunk) + invariants / _CHUNK_INVARIANTS
+    share = times * (span / chunk) + invariants / _CHUNK_INVARIANTS
     return Cut(_grouped(np.cumsum(share).astype(np.int64)), spans, total, level)
 
 

@@ -71,7 +71,7 @@ from warpfit_server.engine.fit.searches import (
 )
 from warpfit_server.engine.fit.separable import COLUMNS, mark_linear, operator_table
 from warpfit_server.engine.fit.spread import spread
-from warpfit_server.engine.fit.starts import Scales, with_restarts, without_missing
+from warpfit_server.engine.fit.starts import Scales, VariableSizes, with_restarts, without_missing
 from warpfit_server.engine.interface import (
     Linearisation,
     Outputs,
@@ -103,8 +103,10 @@ _LARGE_FIT: Final = 2**25
 #: fit ends soon.
 _MUCH_WORK: Final = 2_000.0
 _PIECE: Final = 100_000.0
-#: Such work takes about a microsecond for each search, and as much for so many cubes of parameters.
+#: Such work takes about a microsecond for each search, and as much for so many cubes of parameters,
+#: or tokens.
 _CUBES: Final = 500.0
+_TOKENS: Final = 10.0
 _THREAD: Final = ThreadPoolExecutor(1, "fit", os.nice, (NICE,))  # on Linux, of it alone
 #: Factors of different searches are computed at the same time.
 _FACTOR_THREADS: Final = ThreadPoolExecutor(available_cores(), "factor", os.nice, (NICE,))
@@ -153,10 +155,23 @@ def optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
 
 def _optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
     try:
-        batch = request.problem.batch
-        work = float(batch.vectors * len(batch)) if starts.is_loaded() else math.inf
+        batch, dataset = request.problem.batch, context.dataset
+        rows = slice(*request.problem.row_range(dataset.layout))
+        statistics = context.statistics or TargetStatistics.of_rows(dataset, rows)
+        yield from statistics.divisor_steps(request.loss.closing)
+        yield from statistics.steps("rows")
+        if request.loss.is_squares:
+            yield from statistics.steps("squares", "variation")
+        if request.settings.missing is Missing.DROP:
+            yield from statistics.steps("mean")
+        work = float(batch.vectors * len(batch)) + len(batch.codes) / _TOKENS
+        work = work if starts.is_loaded() else math.inf
+        sizes = yield from _on_fit_thread(work, partial(VariableSizes, batch, dataset, rows))
+        yield from sizes.steps()
+        make = partial(_Driver, request, context, statistics, sizes)
         # Nothing refers to the driver, which has the memory, when that is given back below.
-        steps = (yield from _on_fit_thread(work, partial(_Driver, request, context))).run()
+        steps = (yield from _on_fit_thread(work, make)).run()
+        del make, sizes
         return (yield from steps)
     finally:
         if fit_memory(request, context.dataset.layout) > _LARGE_FIT:
@@ -185,23 +200,28 @@ def _wait_for(work: Sequence[Future[None]]) -> Steps[None]:
 class _Driver:
     """The state of one fit."""
 
-    def __init__(self, request: FitRequest, context: FitContext) -> None:
+    def __init__(
+        self,
+        request: FitRequest,
+        context: FitContext,
+        statistics: TargetStatistics,
+        sizes: VariableSizes,
+    ) -> None:
         self._request = request
         self._context = context
         self._loss = request.loss
         self._is_lm = request.method == Method.LM
         self._dtype = dtype = context.dataset.layout.dtype
         self._rows = slice(*request.problem.row_range(context.dataset.layout))
-        statistics = context.statistics or TargetStatistics.of_rows(context.dataset, self._rows)
         self._statistics = statistics
-        scales = Scales(request.problem.batch, context.dataset, self._rows, context.threads)
+        scales = Scales(request.problem.batch, sizes, context.threads)
         self._natural = scales.natural
         self._request = request = with_restarts(request, scales)
         tolerances = request.settings.tolerances(dtype)
         self._limits = self._search_limits(tolerances, dtype.itemsize == 4)
         self._problem = request.problem
         if request.settings.missing is Missing.DROP:
-            batch = without_missing(request.problem.batch, self._statistics)
+            batch = without_missing(request.problem.batch, self._statistics.mean)
             self._problem = replace(request.problem, batch=batch)
         self._batch = one_vector_each(self._problem.batch)
         """The program of each search."""
@@ -350,18 +370,17 @@ class _Driver:
         small = self._small_squares
         return not len(finite) or bool((finite < small).any() or (columns < small).any())
 
-    def _is_undefined(self) -> bool:
+    def _is_undefined(self) -> Steps[bool]:
         """Whether the loss has no value for any parameters, or the target's squares vanish."""
-        weightless = not self._weighed_rows() and not mentions_weight(self._loss.row)
+        statistics = self._statistics
+        weightless = not statistics.rows and not mentions_weight(self._loss.row)
         if weightless or not np.isfinite(self._finalize(np.zeros(1))).all():
             return True
-        # The largest square is no less than the mean of all, which takes no pass over the rows.
-        small = self._statistics.weight * _SMALL_IN_FLOAT64
-        if not self._loss.is_squares or self._limits.target > small:
+        # The largest square is no less than the mean of all, which has been computed already.
+        if not self._loss.is_squares or self._limits.target > statistics.weight * _SMALL_IN_FLOAT64:
             return False
-        target = self._statistics.target
-        largest = np.abs(target, dtype=np.float64).max()  # whose square may overflow
-        return bool(target.any() and largest < math.sqrt(_SMALL_IN_FLOAT64))
+        yield from statistics.steps("largest")  # whose square may overflow
+        return 0.0 < statistics.largest < math.sqrt(_SMALL_IN_FLOAT64)
 
     def _mark_linear(self) -> None:
         """Find the parameters that programs are linear in; the engine has checked the tokens.
@@ -634,7 +653,7 @@ class _Driver:
             outcome.curvature = final.curvatures
         if settings.covariance or settings.standard_errors:
             covariance = np.empty(int(outcome.edges[-1, SQUARES]))
-            rows = None if settings.absolute_sigma else self._weighed_rows()
+            rows = None if settings.absolute_sigma else self._statistics.rows
             estimate = partial(estimate_covariances, outcome, rows, covariance)
             yield from self._in_pieces(_pieces(outcome), estimate)
             errors = standard_errors(outcome, covariance) if settings.standard_errors else None
@@ -672,13 +691,6 @@ class _Driver:
         searches.vectors[X, columns] = self._starts[columns]
         searches.numbers[worse, LOSS] = searches.numbers[worse, INITIAL]
         searches.counters[worse, REASON] = NOT_FINITE
-
-    def _weighed_rows(self) -> int:
-        """Count the rows whose weight is not 0."""
-        weights = self._context.dataset.weights
-        if weights is None:
-            return self._rows.stop - self._rows.start
-        return int(np.count_nonzero(weights[self._rows]))
 
     def _finalize(self, sums: Floats) -> Floats:
         return close_losses(self._loss.closing, sums, self._statistics)

@@ -22,9 +22,9 @@ same starts in every batch, and in every part of one.
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise, starmap
 from typing import Any, Final
 
 import numpy as np
@@ -34,7 +34,6 @@ from numpy.typing import NDArray
 from warpfit.dataset import Dataset
 from warpfit.fitting import FitRequest
 from warpfit.ir import Batch
-from warpfit.losses import TargetStatistics
 from warpfit.ops import CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER, VARIABLE
 from warpfit_server.engine.fit.spread import spread
 from warpfit_server.engine.native import numba_cache
@@ -45,6 +44,8 @@ Integers = NDArray[np.int64]
 
 #: Rows of which the sizes of variables are taken, spread evenly.
 _ROWS: Final = 1024
+#: Columns whose sizes are taken without a pause, which takes about a millisecond.
+_COLUMNS_AT_ONCE: Final = 16
 #: Decades around a parameter's scale, for one draw after the other.
 _DECADES: Final = (0.5, 1.0, 1.5, 2.0)
 #: Largest product of a frequency and the standard deviation of what it belongs to, of a uniform
@@ -274,39 +275,93 @@ def is_loaded() -> bool:
     return bool(load.cache_info().currsize)
 
 
+class VariableSizes:
+    """Sizes of the variables that programs use, and of the target, on some rows of a data set.
+
+    Rows and memory follow from the variables that are used, not from those of the data set. They
+    are measured some at a time by `steps`, so that neither takes long.
+
+    Args:
+        batch: programs whose tokens have been checked.
+        dataset: the data set, which has a target.
+        rows: the rows of the fit.
+    """
+
+    def __init__(self, batch: Batch, dataset: Dataset, rows: slice) -> None:
+        self.used = np.unique(batch.values[batch.codes == VARIABLE]).astype(np.int64)
+        """The variables that are used, ascending."""
+        self._dataset, self._rows = dataset, rows
+        count = len(self.used) + 1
+        self.means, self.deviations, self.least, self.most = np.empty((4, count))
+        """Decimal logarithms of root mean squares and of standard deviations; the least and the
+        greatest number. One of each for each used variable, and for the target, the last one."""
+
+    def steps(self) -> Generator[None, None, None]:
+        """Measure all columns, with a pause after some of them."""
+        for first in range(0, len(self.means), _COLUMNS_AT_ONCE):
+            if first:
+                yield
+            self._measure(slice(first, min(first + _COLUMNS_AT_ONCE, len(self.means))))
+
+    def _measure(self, some: slice) -> None:
+        dataset, rows = self._dataset, self._rows
+        columns = np.append(self.used, dataset.layout.variables)[some]
+        step = max(1, (rows.stop - rows.start) // _ROWS)
+        taken = np.arange(rows.start, rows.stop, step)
+        if dataset.weights is not None:
+            taken = taken[dataset.weights[taken] > 0.0]
+        numbers = dataset.matrix[columns[:, None], taken].astype(np.float64)
+        known = np.isfinite(numbers)
+        number = np.maximum(known.sum(axis=1), 1)
+        filled = np.where(known, numbers, 0.0)
+        peaks = np.maximum(np.abs(filled).max(axis=1, initial=0.0), np.finfo(float).tiny)
+        unit = filled / peaks[:, None]
+
+        def sizes(unit: Floats) -> Floats:
+            with np.errstate(divide="ignore"):
+                squares = np.square(unit).sum(axis=1)
+                return np.asarray(np.log10(np.sqrt(squares / number)) + np.log10(peaks))
+
+        self.means[some] = means = sizes(unit)
+        middle = unit.sum(axis=1) / number
+        deviations = sizes(np.where(known, unit - middle[:, None], 0.0))
+        constant = np.where(peaks > 1e-300, means, 0.0)
+        self.deviations[some] = np.where(np.isfinite(deviations), deviations, constant)
+        self.least[some] = np.where(known, numbers, np.inf).min(axis=1, initial=np.inf)
+        self.most[some] = np.where(known, numbers, -np.inf).max(axis=1, initial=-np.inf)
+
+
 class Scales:
     """The scales of the parameters of each program on some rows of a data set.
 
     Sizes of variables are measured in two ways, as root mean squares and as standard deviations:
     what matters of a year is how far it is from others, if it is the argument of a sine. So are the
     places of a parameter that has several: the first one and the last one count.
+
+    Args:
+        batch: programs whose tokens have been checked.
+        sizes: of the variables that the programs use, all measured.
+        threads: most threads that find the scales.
     """
 
-    def __init__(self, batch: Batch, dataset: Dataset, rows: slice, threads: int = 1) -> None:
-        """Measure rows and programs, whose tokens have been checked."""
+    def __init__(self, batch: Batch, sizes: VariableSizes, threads: int = 1) -> None:
         load()
         self._threads = threads
-        step = max(1, (rows.stop - rows.start) // _ROWS)
-        some = dataset.matrix[:, rows.start : rows.stop : step].astype(np.float64)
-        if dataset.weights is not None:
-            some = some[:, dataset.weights[rows][::step] > 0.0]
-        self._batch, self._some, self._known = batch, some, np.isfinite(some)
-        self._number = np.maximum(self._known.sum(axis=1), 1)
-        filled = np.where(self._known, some, 0.0)
-        self._peaks = np.maximum(np.abs(filled).max(axis=1, initial=0.0), np.finfo(float).tiny)
-        self._unit = filled / self._peaks[:, None]
-        self._means = self._sizes(self._unit)
-        means = np.where(np.isfinite(self._means), self._means, 0.0)
-        self._variables = count = dataset.layout.variables
-        self._target = float(means[count])
+        places = np.searchsorted(sizes.used, batch.values)
+        values = np.where(batch.codes == VARIABLE, places, batch.values)
+        self._batch, self._variables = replace(batch, values=values), sizes
+        means = np.where(np.isfinite(sizes.means), sizes.means, 0.0)
+        self._target = float(means[-1])
         self.kinds = np.zeros(int(batch.parameter_counts.sum(dtype=np.int64)), dtype=np.int64)
-        self._first = self._logarithms(means[:count], is_first=True)
+        self._first = self._logarithms(means[:-1], is_first=True)
 
-    def _sizes(self, unit: Floats) -> Floats:
-        """Return the decimal logarithm of the root mean square of each row, in units of peaks."""
-        with np.errstate(divide="ignore"):
-            squares = np.square(unit).sum(axis=1)
-            return np.asarray(np.log10(np.sqrt(squares / self._number)) + np.log10(self._peaks))
+    @classmethod
+    def of(cls, batch: Batch, dataset: Dataset, rows: slice) -> Scales:
+        """Measure the variables without a pause, and return the scales."""
+        sizes = VariableSizes(batch, dataset, rows)
+        for _ in sizes.steps():
+            pass
+        return cls(batch, sizes)
 
     def _logarithms(self, sizes: Floats, *, is_first: bool) -> Floats:
         """Find the decimal logarithms of the scales from sizes of variables, and the kinds.
@@ -350,12 +405,9 @@ class Scales:
         how, sign, size = table[:, index].swapaxes(1, 2)  # [number, parameters] each
         order = np.arange(number)
         decades = np.array(_DECADES)[order % len(_DECADES), None]
-        some, known, means = self._some, self._known, self._means
-        middle = self._unit.sum(axis=1) / self._number
-        sizes = self._sizes(np.where(known, self._unit - middle[:, None], 0.0))
-        sizes = np.where(np.isfinite(sizes), sizes, np.where(self._peaks > 1e-300, means, 0.0))
-        sizes = np.where(np.isfinite(sizes), sizes, 0.0)
-        second = self._logarithms(sizes[: self._variables], is_first=False)
+        deviations = self._variables.deviations
+        sizes = np.where(np.isfinite(deviations), deviations, 0.0)
+        second = self._logarithms(sizes[:-1], is_first=False)
         near = np.stack([self._first, second])[(order // len(_DECADES)) % 2]
         signs = np.where(sign < 0.5, -1.0, 1.0)
         drawn = signs * 10.0 ** (near + decades * (2.0 * size - 1.0))
@@ -370,8 +422,8 @@ class Scales:
         shifts = np.flatnonzero(kinds >= _SHIFT)
         if len(shifts):
             variable, opposite = np.divmod(kinds[shifts] - _SHIFT, 2)
-            low = np.where(known, some, np.inf).min(axis=1, initial=np.inf)[variable]
-            width = np.where(known, some, -np.inf).max(axis=1, initial=-np.inf)[variable] - low
+            low = self._variables.least[variable]
+            width = self._variables.most[variable] - low
             place = low + width * ((1.0 + 2.0 * _MARGIN) * size[:, shifts] - _MARGIN)
             place = np.where(opposite == 1, -place, place)
             drawn[:, shifts] = np.where(uniform[:, shifts], place, drawn[:, shifts])
@@ -417,25 +469,25 @@ def with_restarts(request: FitRequest, scales: Scales) -> FitRequest:
     return replace(request, problem=replace(request.problem, batch=whole))
 
 
-def without_missing(batch: Batch, statistics: TargetStatistics) -> Batch:
-    """Return programs with the target's mean as their value where their own is not finite.
+def without_missing(batch: Batch, mean: float) -> Batch:
+    """Return programs with the target's ``mean`` as their value where their own is not finite.
 
     The program f becomes where(abs(f) < inf, f, mean), which has no derivatives where f is NaN or
     infinite. So a row that is left out is penalised as if it were predicted by the mean.
     """
-    target = statistics.target.astype(np.float64)
-    weights = np.ones(len(target)) if statistics.weights is None else statistics.weights
-    used = (weights > 0.0) & np.isfinite(target)
-    mean = float(np.average(target[used], weights=weights[used])) if used.any() else 0.0
-    codes: list[NDArray[np.uint8]] = []
-    values: list[Floats] = []
-    condition = np.array([OPERATORS["abs"].code, CONSTANT, OPERATORS["lt"].code], np.uint8)
-    otherwise = np.array([CONSTANT, OPERATORS["where"].code], np.uint8)
-    for tokens in starmap(slice, pairwise(batch.starts.tolist())):
-        codes += [batch.codes[tokens], condition, batch.codes[tokens], otherwise]
-        own = batch.values[tokens]
-        values += [own, np.array([0.0, np.inf, 0.0]), own, np.array([mean, 0.0])]
-    lengths = (2 * batch.lengths + len(condition) + len(otherwise)).astype(np.uint32)
-    return replace(
-        batch, codes=np.concatenate(codes), values=np.concatenate(values), lengths=lengths
-    )
+    before = np.array([OPERATORS["abs"].code, CONSTANT, OPERATORS["lt"].code], np.uint8)
+    after = np.array([CONSTANT, OPERATORS["where"].code], np.uint8)
+    own = batch.lengths.astype(np.int64)
+    lengths = 2 * own + len(before) + len(after)
+    starts = np.cumsum(lengths) - lengths
+    codes, values = np.empty(int(lengths.sum()), np.uint8), np.zeros(int(lengths.sum()))
+    first = np.arange(len(batch.codes)) + np.repeat(starts - batch.starts[:-1], own)
+    second = first + np.repeat(own + len(before), own)
+    for places in (first, second):
+        codes[places], values[places] = batch.codes, batch.values
+    for number, code in enumerate(before):
+        codes[starts + own + number] = code
+    for number, code in enumerate(after):
+        codes[starts + 2 * own + len(before) + number] = code
+    values[starts + own + 1], values[starts + 2 * own + len(before)] = np.inf, mean
+    return replace(batch, codes=codes, values=values, lengths=lengths.astype(np.uint32))

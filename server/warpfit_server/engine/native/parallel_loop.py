@@ -5,7 +5,8 @@ The simple form, of the calling thread and of each helper thread:
     while (chunk := next chunk that nobody has taken) is not None:
         run the chunk
 
-A task may end early, after a piece of its chunks, if others wait for the threads.
+A task may end early, once it has run for some time and others wait for the threads. Each thread
+looks at the clock before each chunk, so that no estimate of what a chunk costs has to be right.
 
 The helpers run compiled code only and never take Python's lock. They sleep on a word of shared
 memory (futex(2)) while there is nothing to do. Several callers may run a task at the same time, one
@@ -39,21 +40,25 @@ from warpfit_server.engine.native.intrinsics import (
 
 #: Words of a cache line: words that many threads change have a line of their own.
 _LINE: Final = 8
-#: Words of the head: whether the helpers should end, the address of syscall(2), whether others wait
-#: for the threads, whether a task is about to begin; how often something has changed (the helpers
-#: sleep on it), and how many helpers sleep.
-_CLOSED, _SYSCALL, OTHERS_WAIT, _EXPECTED, _CHANGES, ASLEEP, HEAD_WORDS = 0, 1, 2, 3, 8, 16, 24
+#: Words of the head: whether the helpers should end, the addresses of syscall(2) and
+#: clock_gettime(2), whether others wait for the threads, whether a task is about to begin; how
+#: often something has changed (the helpers sleep on it), and how many helpers sleep.
+_CLOSED, _SYSCALL, _CLOCK, OTHERS_WAIT, _EXPECTED = range(5)
+_CHANGES, ASLEEP, HEAD_WORDS = 8, 16, 24
 #: Words of a slot: whether threads may take chunks, the function and the argument block that it is
-#: given, the first chunk, the chunk after the last one, chunks of a piece, what a chunk returned
-#: that ended the task; the next chunk; threads inside; how often the last thread has left (the
-#: caller sleeps on it).
-OPEN, FUNCTION, ARGUMENTS, FIRST, STOP, PIECE, ENDED = range(7)
+#: given, the first chunk, the chunk after the last one, the moments from which the task ends if
+#: others wait and in any case, what a chunk returned that ended the task; the next chunk; threads
+#: inside; how often the last thread has left (the caller sleeps on it).
+OPEN, FUNCTION, ARGUMENTS, FIRST, STOP, SOON, LATE, ENDED = range(8)
 NEXT, INSIDE, _EMPTIED, SLOT_WORDS = 8, 16, 17, 24
 #: Looks at whether the last helper has left before the caller sleeps: some 50 us, the time that it
 #: would take to wake it.
 _LOOKS: Final = 10_000
 #: Looks at whether a task that is expected has begun before a helper sleeps again: some 0.5 ms.
 _LOOKS_AHEAD: Final = 100_000
+#: A moment that never comes, in nanoseconds, and the clock of ``time.monotonic_ns()``.
+NEVER: Final = 2**62
+_MONOTONIC: Final = 1
 #: Longest sleep in seconds, after which a thread looks again.
 _LONG: Final = 10
 #: Number of the futex system call; newer architectures share one.
@@ -68,7 +73,9 @@ def new_words(slots: int) -> NDArray[np.int64]:
     memory = np.zeros(size + _LINE, dtype=np.int64)
     start = -(memory.ctypes.data // memory.itemsize) % _LINE
     words = memory[start : start + size]
-    words[_SYSCALL] = ctypes.cast(ctypes.CDLL(None).syscall, ctypes.c_void_p).value or 0
+    library = ctypes.CDLL(None)
+    words[_SYSCALL] = ctypes.cast(library.syscall, ctypes.c_void_p).value or 0
+    words[_CLOCK] = ctypes.cast(library.clock_gettime, ctypes.c_void_p).value or 0
     return words
 
 
@@ -149,12 +156,13 @@ def close(words: Any) -> None:
 def _work(words: Any, slot: int) -> None:
     """Take and run chunks of a slot until there are no more."""
     _add(words, slot + INSIDE, 1)
+    clock = np.zeros(2, dtype=np.int64)
     while words[slot + OPEN] != 0:
         chunk = words[slot + NEXT]
         fence()
         if chunk >= words[slot + STOP]:
             break
-        if _is_cut(words, slot, chunk):
+        if _is_cut(words, slot, chunk, clock):
             words[slot + OPEN] = 0
             break
         if replace_atomically(_address(words, slot + NEXT), chunk, chunk + 1) == 0:
@@ -169,10 +177,14 @@ def _work(words: Any, slot: int) -> None:
 
 
 @inlined
-def _is_cut(words: Any, slot: int, chunk: int) -> bool:
-    """Tell whether the task ends before a chunk because others wait for the threads."""
-    done = chunk - words[slot + FIRST]
-    return bool(words[OTHERS_WAIT] != 0 and done > 0 and done % words[slot + PIECE] == 0)
+def _is_cut(words: Any, slot: int, chunk: int, clock: Any) -> bool:
+    """Tell whether the task ends before a chunk, of which one has been taken in any case."""
+    if chunk == words[slot + FIRST] or words[slot + SOON] == NEVER:
+        return False
+    call_c(words[_CLOCK], (_MONOTONIC, int(clock.ctypes.data)))
+    now = clock[0] * 1_000_000_000 + clock[1]
+    is_soon = words[OTHERS_WAIT] != 0 and now >= words[slot + SOON]
+    return bool(is_soon or now >= words[slot + LATE])
 
 
 @inlined
@@ -261,7 +273,7 @@ class ParallelLoop:
         self._lock = threading.Lock()
 
     def others_wait(self, wait: bool) -> None:
-        """Let tasks end after the present piece, or not, from now on; any thread may call this."""
+        """Let tasks end soon, or late, from now on; any thread may call this."""
         self._words[OTHERS_WAIT] = wait
 
     def expect(self, helpers: int) -> None:
@@ -278,7 +290,7 @@ class ParallelLoop:
         first: int,
         stop: int,
         helpers: int,
-        piece: int | None = None,
+        ends: tuple[int, int] = (NEVER, NEVER),
     ) -> ParallelTask:
         """Let helpers begin to run chunks; somebody must call `ParallelTask.result`.
 
@@ -288,8 +300,8 @@ class ParallelLoop:
             first: chunk.
             stop: chunk after the last one.
             helpers: threads that gain from helping, at most.
-            piece: chunks after which, and after as many again, it ends if others wait; None for
-                all.
+            ends: moments from which it ends if others wait, and in any case, on the clock of
+                ``time.monotonic_ns()``; by default all chunks run.
         """
         helpers = min(self._threads - 1, stop - first, helpers)
         if helpers > 0:
@@ -301,7 +313,7 @@ class ParallelLoop:
             words[OTHERS_WAIT] = True
         else:
             words, place = self._words, slot
-        task = function, array_address(block), first, stop, piece or stop - first, FINISHED
+        task = function, array_address(block), first, stop, *ends, FINISHED
         words[place + NEXT] = first
         words[place + FUNCTION : place + ENDED + 1] = task
         begin(words, place, max(0, helpers))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from support.random_programs import thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
 from warpfit.ir import Batch
-from warpfit.losses import Closing, LossFunction, TargetStatistics
+from warpfit.losses import Closing, LossFunction
 from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.evaluation import Finalizer, correlation, reduce_to_sums, scale_linearly
 from warpfit_server.engine.interface import Outputs, run_to_end
@@ -52,22 +51,24 @@ def test_each_row_range_of_each_data_set_has_its_own_losses(loss):
             np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-def test_a_pass_over_many_rows_is_made_once_by_another_thread(monkeypatch):
-    threads = []
-    variation = TargetStatistics.variation.func
-
-    def noted(statistics):
-        threads.append(threading.current_thread())
-        return variation(statistics)
-
-    monkeypatch.setattr(TargetStatistics.variation, "func", noted)
-    finalizer, dataset = Finalizer(), Dataset.of(np.ones((2_000_000, 1)), np.arange(2_000_000.0))
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_a_pass_over_many_rows_is_made_once_and_in_steps(has_weights):
+    y = np.arange(2_000_000.0)
+    weights = (y % 3.0) if has_weights else None
+    finalizer, dataset = Finalizer(), Dataset.of(np.ones((len(y), 1)), y, weights)
     changes = {"batch": BATCH, "values": False, "loss": Loss.R2}
+    pauses = []
     for _ in range(2):
         outputs = Outputs(None, np.ones((7, 2)), np.zeros(1, np.uint8), lambda _: None)
-        run_to_end(finalizer.finalize(evaluation(**changes), dataset, outputs))
-    assert len(threads) == 1
-    assert threads[0] is not threading.current_thread()
+        steps = finalizer.finalize(evaluation(**changes), dataset, outputs)
+        pauses.append(list(steps))
+        expected = 1.0 - 1.0 / np.sum(
+            (1.0 if weights is None else weights) * np.square(y - np.average(y, weights=weights))
+        )
+        np.testing.assert_allclose(outputs.losses, expected, rtol=1e-15)
+    assert len(pauses[0]) > 20
+    assert set(pauses[0]) == {None}, "the engine looks at its queue, and waits for nothing"
+    assert not pauses[1]
 
 
 def test_statistics_are_forgotten_with_their_data_set():

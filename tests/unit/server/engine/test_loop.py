@@ -347,6 +347,20 @@ class TestSharing:
 class TestDeviceWork:
     """Steps of one thread, which wait for a device."""
 
+    def test_small_requests_are_answered_while_merged_ones_pause(self, held):
+        engine, busy, front = held()
+        merged = [front.start(n, constant=SLOW, tenant="greedy") for n in (1.0, 2.0, 3.0)]
+        engine.go.set()
+        front.answer(busy)
+        wait_until(lambda: engine.steps)
+        assert 3 in engine.batches
+        assert front.answer(front.start(4.0, tenant="modest")) == [4.0]
+        assert engine.steps < STEPS
+        merged[0].cancel()
+        assert [front.answer(run) for run in merged[1:]] == [[2.0], [3.0]]
+        assert engine.steps == STEPS
+        assert front.answer(front.start(5.0, tenant="greedy")) == [5.0]
+
     def test_others_run_while_a_step_waits_and_are_answered_first(self, run_loop):
         engine, front = run_loop(2, threads=1)
         first = front.start(1.0, constant=ON_DEVICE, values=True)

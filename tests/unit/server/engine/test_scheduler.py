@@ -160,6 +160,28 @@ def test_steps_that_share_cores_run_one_at_a_time_while_several_tenants_are_acti
     ], "the modest tenant has not come back for long"
 
 
+def test_a_step_that_is_overdue_runs_beside_one_of_another_tenant():
+    now = [0.0]
+    scheduler = Scheduler(100, shares_cores=True, clock=lambda: now[0])
+    long = [call("greedy", 0.0, 1.0) for _ in range(2)]
+    for one in long:
+        scheduler.add(one)
+    assert scheduler.next() == long[:1]
+    small = call("modest", 0.0, 0.001)
+    scheduler.add(small)
+    assert scheduler.next() == []
+    assert scheduler.timeout is not None, "somebody looks again"
+    now[0] += 2 * scheduler.timeout
+    assert scheduler.next() == [small], "not the other one of the greedy tenant"
+    assert scheduler.next() == []
+    scheduler.ran([small], 0.001)
+    scheduler.ended([small], [])
+    assert scheduler.next() == []
+    scheduler.ran(long[:1], 1.0)
+    scheduler.ended(long[:1], [])
+    assert scheduler.next() == long[1:]
+
+
 def test_a_health_probe_is_no_second_tenant():
     scheduler = Scheduler(merged_size=1, shares_cores=True)
     probe, calls = call(PROBE, 0.0, 1.0), [call("lone", 0.0, 1.0) for _ in range(2)]

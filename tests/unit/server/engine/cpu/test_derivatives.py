@@ -16,12 +16,11 @@ from support.suites.losses import *  # noqa: F403
 from support.suites.losses import LossErrors
 from support.suites.merging import *  # noqa: F403
 from warpfit.ir import Batch
-from warpfit.losses import ABSOLUTE, SQUARES
+from warpfit.losses import ABSOLUTE, SQUARES, LossFunction
 from warpfit.ops import OPERATORS
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit_server.engine.autodiff import COMPUTES, KIND, NOTHING, rules
-from warpfit_server.engine.cpu import engine as engine_module
 from warpfit_server.engine.cpu.derivatives import differentiation_work
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.interface import Selection, run_to_end
@@ -107,8 +106,7 @@ def test_the_batch_of_a_fit_is_lowered_once(engine, monkeypatch):
 
 
 def test_products_of_columns_count_where_a_pass_is_cut_into_steps(engine, monkeypatch):
-    # The same size in both passes.
-    monkeypatch.setattr(engine, "_step_size_of", lambda function: 16_000_000)
+    monkeypatch.setattr(engine, "_step_seconds", 0.0)
     engine.others_wait(True)
     batch = Batch.of(
         [parse("+".join(f"sin(p{i + 1}*x1)" for i in range(100)))] * 50, [np.ones(100)] * 50
@@ -125,23 +123,29 @@ def test_products_of_columns_count_where_a_pass_is_cut_into_steps(engine, monkey
     assert many > 5 * few
 
 
-def test_steps_are_as_long_as_those_of_their_kind_were(engine, monkeypatch):
-    """Values are computed faster than derivatives, whose steps would be too long at that rate."""
-    rates = {engine._interpret: 1e15}
-    monkeypatch.setattr(engine, "_rates", rates)
-    monkeypatch.setattr(engine_module, "_EXPECTED_RATE", 1e8)
-    data = make_dataset(2_000, "float32")
+@pytest.mark.parametrize(
+    ("asked", "least"),
+    [
+        ({"custom_loss": LossFunction.parse("abs(d)" + "+abs(d*f)" * 60)}, 30),
+        ({"linear_scaling": True, "loss": Loss.MSE}, 5),
+        ({"reductions": True}, 2),
+        ({"jacobian": True}, 2),
+    ],
+)
+def test_all_that_a_row_needs_counts_where_a_pass_is_cut_into_steps(
+    engine, monkeypatch, asked, least
+):
+    monkeypatch.setattr(engine, "_step_seconds", 0.0)
+    engine.others_wait(True)
+    data, batch = make_dataset(200_000, "float32"), Batch.of([parse("x1*p1")] * 40, [[1.0]] * 40)
     engine.load(data)
-    batch = Batch.of(*thesis_mix(5, 300, variables=4))
-    steps = {}
-    for gradient in (False, True):
-        problem = Evaluation(data.content_id, batch, loss=Loss.MSE, gradient=gradient)
-        outputs = outputs_for(problem, data.layout)
-        steps[gradient] = sum(1 for _ in engine.evaluate(problem, outputs))
-    assert steps[True] > steps[False]
-    assert rates.pop(engine._interpret) > 1e14
-    assert len(rates) > 1
-    assert max(rates.values()) < 1e13
+
+    def steps(**asked):
+        problem = Evaluation(data.content_id, batch, values=False, **asked)
+        return sum(1 for _ in engine.evaluate(problem, outputs_for(problem, data.layout)))
+
+    assert steps(**asked) > least * steps(loss=Loss.MSE)
+    engine.others_wait(False)
 
 
 @pytest.mark.parametrize("gradient", [False, True])

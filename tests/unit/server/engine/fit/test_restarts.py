@@ -6,11 +6,17 @@ import numpy as np
 import pytest
 
 from support.engines.fits import fit, prepared
-from warpfit import Reason
+from warpfit import Reason, parse
 from warpfit.dataset import Dataset
 from warpfit.fitting import Missing
 from warpfit.losses import LossFunction, huber
-from warpfit_server.engine.fit.starts import _SHIFT, Scales, with_restarts
+from warpfit_server.engine.fit.starts import (
+    _SHIFT,
+    Scales,
+    VariableSizes,
+    with_restarts,
+    without_missing,
+)
 
 METHODS = ("lm", "bfgs")
 x = np.linspace(0.5, 5.0, 60)
@@ -40,21 +46,53 @@ DATA = Dataset.of(x[:, None], WAVE, dtype="float64")
 def test_scales_make_sizes_agree(text, expected):
     data = Dataset.of(np.full((4, 1), 1e3), np.full(4, 1e6), dtype="float64")
     request, _ = prepared(data, [text], [np.ones(len(expected))])
-    scales = Scales(request.problem.batch, data, slice(0, 4))
+    scales = Scales.of(request.problem.batch, data, slice(0, 4))
     np.testing.assert_allclose(np.log10(scales.natural), expected, atol=1e-9)
 
 
 def test_places_tell_frequencies_exponents_and_shifts():
     request, _ = prepared(DATA, ["sin(p1*x1 + p2)*x1^p3 + exp(x1 - p4)"], [np.ones(4)])
-    scales = Scales(request.problem.batch, DATA, slice(0, 60))
+    scales = Scales.of(request.problem.batch, DATA, slice(0, 60))
     assert scales.kinds.tolist() == [1, 2, 3, _SHIFT]
+
+
+def test_work_and_memory_follow_from_the_variables_that_are_used():
+    X = np.random.default_rng(1).normal(size=(60, 3000))
+    X[:, 1234] = x
+    wide = Dataset.of(X, WAVE, dtype="float64")
+    texts = ["p1*x1235 + p2", "p1*sin(p2*x1235) + exp(x1235 - p3)"]
+    starts = [np.ones(2), np.ones(3)]
+    request, _ = prepared(wide, texts, starts, restarts=20)
+    batch = request.problem.batch
+    sizes = VariableSizes(batch, wide, slice(0, 60))
+    assert sizes.used.tolist() == [1234]
+    assert len(sizes.means) == 2, "of the variable and of the target"
+    narrow, _ = prepared(DATA, [text.replace("x1235", "x1") for text in texts], starts, restarts=20)
+    one, other = (
+        with_restarts(each, Scales.of(each.problem.batch, data, slice(0, 60))).problem.batch
+        for each, data in ((request, wide), (narrow, DATA))
+    )
+    np.testing.assert_array_equal(one.parameters, other.parameters)
+
+
+def test_many_variables_are_measured_in_steps_that_change_no_bit():
+    X = np.random.default_rng(2).normal(size=(60, 100))
+    data = Dataset.of(X, WAVE, dtype="float64")
+    texts = [f"p1*x{k}" for k in range(1, 101)]
+    request, _ = prepared(data, texts, [[1.0]] * 100)
+    sizes = VariableSizes(request.problem.batch, data, slice(0, 60))
+    assert len(list(sizes.steps())) > 3
+    for number in (0, 50, 99):
+        alone, _ = prepared(data, texts[number : number + 1], [[1.0]])
+        found = Scales.of(alone.problem.batch, data, slice(0, 60)).natural
+        assert found == Scales(request.problem.batch, sizes).natural[number]
 
 
 def test_draws_keep_inside_bounds_and_given_starts_come_first():
     given = [[[5.0, 7.0], [6.0, 8.0]]]
     bounds = {"lower": [[0.5, -np.inf]], "upper": [[9.0, 0.25]], "fixed": [[False, False]]}
     request, _ = prepared(DATA, ["p1*exp(p2*x1)"], given, **bounds, restarts=50, seed=3)
-    drawn = with_restarts(request, Scales(request.problem.batch, DATA, slice(0, 60)))
+    drawn = with_restarts(request, Scales.of(request.problem.batch, DATA, slice(0, 60)))
     vectors = drawn.problem.batch.program_parameters(0)
     assert vectors.shape == (52, 2)
     assert vectors[:2].tolist() == given[0]
@@ -63,7 +101,7 @@ def test_draws_keep_inside_bounds_and_given_starts_come_first():
     assert (vectors[2:, 1] <= 0.25).all()
     assert len(np.unique(vectors[2:, 0])) == 50
     fixed, _ = prepared(DATA, ["p1*exp(p2*x1)"], given, fixed=[[True, False]], restarts=9)
-    drawn = with_restarts(fixed, Scales(fixed.problem.batch, DATA, slice(0, 60)))
+    drawn = with_restarts(fixed, Scales.of(fixed.problem.batch, DATA, slice(0, 60)))
     assert (drawn.problem.batch.program_parameters(0)[2:, 0] == 5.0).all()
 
 
@@ -178,6 +216,14 @@ def test_an_infinite_derivative_at_the_start_is_stepped_over(method):
 
 
 # ---------------------------------------------------------------------------------- missing rows
+
+
+def test_programs_without_missing_values_are_those_that_say_so():
+    request, _ = prepared(DATA, ["p1*x1", "sqrt(x1) + p1"], [[1.0], [2.0]])
+    found = without_missing(request.problem.batch, 2.5)
+    texts = ["p1*x1", "sqrt(x1) + p1"]
+    expected = [parse(f"where(abs({text}) < inf, {text}, 2.5)") for text in texts]
+    assert list(found) == expected
 
 
 @pytest.mark.parametrize("method", METHODS)

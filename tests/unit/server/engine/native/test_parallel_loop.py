@@ -16,7 +16,7 @@ pytest.importorskip("numba")
 from support.servers.server import eventually
 from warpfit_server.engine.native import parallel_loop
 from warpfit_server.engine.native.arguments import CANCELLED, FAILED, FINISHED
-from warpfit_server.engine.native.parallel_loop import ParallelLoop
+from warpfit_server.engine.native.parallel_loop import NEVER, ParallelLoop
 
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
@@ -29,12 +29,12 @@ def loop(request):
     assert not any(thread.is_alive() for thread in loop._helpers)
 
 
-def run(loop, run_chunk, first, stop, helpers=100, piece=None):
+def run(loop, run_chunk, first, stop, helpers=100, ends=(NEVER, NEVER)):
     """Run chunks that are a Python function of their numbers, which returns how they ended."""
     function = _FUNCTION(lambda _block, chunk: run_chunk(chunk))
     address = ctypes.cast(function, ctypes.c_void_p).value
     block = np.zeros(2, dtype=np.int64)
-    return loop.begin(address, block, first, stop, helpers, piece).result()
+    return loop.begin(address, block, first, stop, helpers, ends).result()
 
 
 @pytest.mark.parametrize(("first", "stop"), [(0, 1), (0, 2), (0, 3), (7, 19), (0, 50), (0, 200)])
@@ -44,10 +44,11 @@ def test_every_chunk_of_a_range_runs_once(loop, first, stop):
     assert seen == Counter(range(first, stop))
 
 
-@pytest.mark.parametrize("piece", [1, 3, 7, 100])
 @pytest.mark.parametrize("waits_from", [0, 10, 49])
-def test_a_task_ends_after_a_piece_if_others_wait(loop, piece, waits_from):
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_task_whose_time_is_over_ends_if_others_wait(loop, waits_from, is_over):
     seen, told = Counter(), [0]
+    ends = (0 if is_over else NEVER - 1, NEVER)
 
     def chunk(number):
         seen.update([number])
@@ -57,15 +58,30 @@ def test_a_task_ends_after_a_piece_if_others_wait(loop, piece, waits_from):
         return FINISHED
 
     loop.others_wait(waits_from == 0)
-    stop = run(loop, chunk, 0, 50, piece=piece)
+    stop = run(loop, chunk, 0, 50, ends=ends)
     assert seen == Counter(range(stop))
-    assert stop == 50 or stop % piece == 0
     # Each of five threads may have taken a chunk that has not been seen yet.
-    assert waits_from < stop <= told[0] + 6 + piece
+    assert waits_from < stop <= (told[0] + 6 if is_over else 50)
+    assert is_over or stop == 50
     loop.others_wait(False)
     seen.clear()
-    assert run(loop, lambda number: (seen.update([number]), FINISHED)[1], 0, 50, piece=piece) == 50
+    assert run(loop, lambda number: (seen.update([number]), FINISHED)[1], 0, 50, ends=ends) == 50
     assert seen == Counter(range(50))
+
+
+def test_a_task_ends_late_although_nobody_waits(loop):
+    began, seen = time.monotonic_ns(), Counter()
+
+    def chunk(number):
+        seen.update([number])
+        while time.monotonic_ns() <= began + 2_000_000 and number == 20:
+            pass
+        return FINISHED
+
+    stop = run(loop, chunk, 0, 100_000, ends=(began + 1_000_000, began + 2_000_000))
+    assert seen == Counter(range(stop))
+    assert 0 < stop < 100_000
+    assert run(loop, lambda number: FINISHED, stop, 100_000, ends=(NEVER, NEVER)) == 100_000
 
 
 def test_callers_at_the_same_time_have_their_own_chunks(loop):

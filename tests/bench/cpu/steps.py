@@ -1,0 +1,293 @@
+"""How long an engine's thread does not look at its queue, and memory beyond what was admitted.
+
+``python tests/bench/run.py cpu/steps`` runs a request for each option of Evaluate and Optimize, at
+server's limits or near them, on a CPU engine of this process, and writes results/steps.json.
+``--only WORDS`` runs the cases whose names have these words, ``--scale 0.1`` a tenth of the rows,
+programs and variables. Others wait all the time, as they do while another tenant calls. The times
+are processor time of the engine's thread, so that other work on the machine does not count. Each
+case has ``--rounds``, of which the least counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from harness import SEED, save
+
+from support.engines.requests import EngineRequest, Pause
+from support.random_programs import thesis_mix
+from warpfit import LossFunction, parse
+from warpfit.dataset import Dataset
+from warpfit.fitting import FitRequest, FitSettings, Method, Missing
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss
+from warpfit.server_info import Limits
+from warpfit_server.engine.cpu.engine import CpuEngine
+from warpfit_server.engine.evaluation import LoadedDatasets
+from warpfit_server.engine.runner import RequestRunner
+from warpfit_server.limits import check_fit, check_result, evaluation_memory
+
+#: Most seconds without a look at the queue, and most bytes that were not admitted.
+MOST_SECONDS, MOST_BYTES = 0.05, 64 << 20
+LIMITS: Final = Limits()
+#: A row loss as long as a server allows; it is dear and has no derivatives that are simple.
+LONG_LOSS: Final = "abs(d)" + "".join(f"+tanh(d*{k}.5)*lgamma(f)" for k in range(1, 36))
+#: The same tokens without functions that are dear.
+LONG_SUM: Final = "abs(d)" + "+abs(d)" * 62
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A data set: rows, variables, type, share of rows of weight 0 (None: without weights)."""
+
+    rows: int = 1_000_000
+    variables: int = 2
+    dtype: str = "float32"
+    weightless: float | None = None
+
+
+@cache
+def dataset(shape: Shape) -> Dataset:
+    """Draw a data set."""
+    rng = np.random.default_rng(SEED)
+    X = np.empty((shape.variables, shape.rows), shape.dtype)
+    for column in X:
+        column[:] = rng.random(shape.rows, dtype="f4")
+        column += 0.5
+    weights = None
+    if shape.weightless is not None:
+        weights = (rng.random(shape.rows, dtype="f4") >= shape.weightless).astype(shape.dtype)
+    return Dataset.of(X.T, 2 * X[0] + 0.1, weights, dtype=shape.dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request at the limits."""
+
+    shape: Shape
+    batch: Callable[[], Batch]
+    options: dict[str, Any] = field(default_factory=dict)
+    fit: dict[str, Any] | None = None
+    ranges: int = 1
+    """Requests with different row ranges, one after the other."""
+
+
+def repeated(text: str, count: int, vectors: int = 1) -> Callable[[], Batch]:
+    """Return what makes a batch of one program again and again."""
+
+    def make() -> Batch:
+        program = parse(text)
+        start = np.linspace(0.5, 1.5, vectors)[:, None] + np.zeros(program.parameters)
+        return Batch.of([program] * count, [start] * count)
+
+    return make
+
+
+def mixed(count: int, parameters: bool = True) -> Callable[[], Batch]:
+    """Return what makes a batch of random programs."""
+
+    def make() -> Batch:
+        programs, starts = thesis_mix(SEED, min(count, 2000), variables=2)
+        times = -(-count // len(programs))
+        return Batch.of((programs * times)[:count], (starts * times)[:count])
+
+    return make
+
+
+def chain(tokens: int, term: str = "x{}", sign: str = "+") -> str:
+    """Return a sum of about so many tokens."""
+    return sign.join(term.format(1 + k % 2) for k in range(tokens // 2))
+
+
+def cases(scale: float) -> Iterator[tuple[str, Case]]:
+    """Yield the cases by name; ``scale`` makes rows, programs and variables fewer."""
+
+    def n(count: int) -> int:
+        return max(1, int(count * scale))
+
+    loss = {"loss": Loss.MSE, "values": False}
+    million = Shape(n(1_000_000))
+    many = Shape(n(30_000_000), 1)
+    wide = Shape(1024, n(100_000))
+    small = Shape(1000)
+    double = replace(million, dtype="float64")
+    outputs = {
+        "losses": loss,
+        "values": {},
+        "gradient": {**loss, "gradient": True},
+        "variable gradient": {**loss, "variable_gradient": True},
+        "jacobian": {"values": False, "jacobian": True},
+        "reductions": {"values": False, "reductions": True},
+        "scaling": {**loss, "linear_scaling": True},
+        "correlation": {"values": False, "correlation": True},
+        "r2": {"loss": Loss.R2, "values": False},
+        "own loss": {"custom_loss": LossFunction.parse(LONG_SUM), "values": False},
+        "own dear loss": {"custom_loss": LossFunction.parse(LONG_LOSS), "values": False},
+        "gradient of an own loss": {
+            "custom_loss": LossFunction.parse(LONG_LOSS), "values": False, "gradient": True,
+        },
+    }  # fmt: skip
+    few = {"values", "jacobian"}  # whose answers are long
+    for name, options in outputs.items():
+        count = 200 if name not in few else 100
+        yield (
+            f"{name}: short programs, 1,000,000 rows",
+            Case(million, repeated("p1*x1", count), options),
+        )
+        yield f"{name}: float64", Case(double, repeated("p1*x1", count // 2), options)
+        if name != "jacobian":
+            long = repeated(chain(9_999), 4)
+            yield f"{name}: 10,000 tokens, 1,000,000 rows", Case(million, long, options)
+            dear = repeated(chain(9_999, "sin(x{})"), 2)
+            yield f"{name}: 10,000 dear tokens, 1,000,000 rows", Case(million, dear, options)
+        yield f"{name}: 30,000,000 rows", Case(many, repeated("p1*x1", 4), options)
+        yield (
+            f"{name}: 100,000 programs",
+            Case(small, mixed(n(100_000 if name not in few else 20_000)), options),
+        )
+        vectors = repeated("p1*x1+p2", n(100), n(10_000))
+        yield f"{name}: 100 programs of 10,000 vectors", Case(Shape(50), vectors, options)
+        part = replace(many, weightless=0.5)
+        yield (
+            f"{name}: half of 30,000,000 rows without weight",
+            Case(part, repeated("p1*x1", 2), options),
+        )
+    for name in ("r2", "scaling", "correlation"):
+        yield (
+            f"{name}: changing row ranges",
+            Case(many, repeated("p1*x1", 1), outputs[name], ranges=4),
+        )
+    yield (
+        "variable gradient: 100,000 variables",
+        Case(wide, repeated("x1", n(200)), outputs["variable gradient"]),
+    )
+    yield "losses: 100,000 variables", Case(wide, repeated("x1", n(2000)), loss)
+    one = {"max_iterations": 2}
+    settings = {
+        "fit": one,
+        "bfgs": {**one, "method": Method.BFGS},
+        "missing rows dropped": {**one, "missing": Missing.DROP},
+        "covariance": {**one, "covariance": True, "standard_errors": True, "curvature": True},
+        "all starts": {**one, "all_starts": True, "restarts": 3},
+    }
+    for name, fit in settings.items():
+        problem = loss
+        yield f"{name}: 30,000,000 rows", Case(many, repeated("p1*x1", 1), problem, fit)
+        yield f"{name}: float64", Case(double, repeated("p1*exp(p2*x1)+p3", 10), problem, fit)
+        yield f"{name}: 100,000 variables", Case(wide, repeated("p1*x1", 1), problem, fit)
+        yield f"{name}: 100,000 programs", Case(small, mixed(n(100_000)), problem, fit)
+        yield (
+            f"{name}: 10,000 starts",
+            Case(small, repeated("p1*exp(p2*x1)+p3", 10, n(10_000)), problem, fit),
+        )
+        five = "+".join(f"p{k}*x{1 + k % 2}" for k in range(1, 501))
+        yield f"{name}: 500 parameters", Case(small, repeated(five, 4), problem, fit)
+        part = replace(many, weightless=0.5)
+        yield (
+            f"{name}: half of 30,000,000 rows without weight",
+            Case(part, repeated("p1*x1", 1), problem, fit),
+        )
+    own = {"custom_loss": LossFunction.parse(LONG_LOSS), "values": False}
+    yield "fit of an own loss: 1,000,000 rows", Case(million, repeated("p1*x1", 20), own, one)
+    drawn = {**one, "restarts": n(9_000)}
+    yield "fit: 9,000 restarts", Case(small, repeated("p1*exp(p2*x1)+p3", 10), loss, drawn)
+    yield (
+        "fit: restarts of 20,000 programs",
+        Case(small, mixed(n(20_000)), loss, {**one, "restarts": 10}),
+    )
+    yield (
+        "fit: 100,000 variables, restarts",
+        Case(wide, repeated("p1*x1", 1), loss, {**one, "restarts": 10}),
+    )
+
+
+def status(name: str) -> int:
+    """Return a size of this process in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def measured(engine: CpuEngine, datasets: LoadedDatasets, case: Case) -> dict[str, float]:
+    """Run a case; return its longest pause and the most memory beyond what was admitted."""
+    data = dataset(case.shape)
+    datasets.load(data)
+    engine.others_wait(True)
+    longest, pauses, beyond, waited = 0.0, 0, 0, 0
+    runner = RequestRunner(engine, datasets, 1 << 20)
+    for number in range(case.ranges):
+        rows = None if case.ranges == 1 else (number + 1, data.layout.rows - number)
+        problem = Evaluation(data.content_id, case.batch(), rows=rows, **case.options)
+        if case.fit is None:
+            settings = None
+            admitted = check_result(problem, data.layout, LIMITS)
+            admitted += evaluation_memory(problem, data.layout)
+        else:
+            settings = FitSettings(**case.fit)
+            admitted = check_fit(FitRequest(problem, settings), data.layout, LIMITS)
+        request = EngineRequest(engine, data, problem, settings, runner)
+        gc.collect()
+
+        def look(pause: Pause) -> None:
+            nonlocal longest, pauses, waited
+            longest, pauses = max(longest, pause.seconds), pauses + 1
+            waited += pause.waits
+
+        Path("/proc/self/clear_refs").write_text("5")  # the most memory is what there is now
+        before = status("VmRSS")
+        request.run(look)
+        beyond = max(beyond, status("VmHWM") - before - admitted)
+        del request
+    datasets.unload(data.content_id)
+    return {
+        "longest_ms": round(1e3 * longest, 1),
+        "looks": pauses,
+        "waits": waited,
+        "admitted_MiB": admitted >> 20,
+        "beyond_MiB": max(0, beyond >> 20),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="words of the names of cases")
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    engine = CpuEngine(options.threads)
+    engine._load_derivatives().result()
+    datasets = LoadedDatasets(engine)
+    found: dict[str, dict[str, float]] = {}
+    for name, case in cases(options.scale):
+        if options.only not in name:
+            continue
+        for _ in range(options.rounds):
+            try:
+                one = measured(engine, datasets, case)
+            except Exception as error:
+                print(name, repr(error)[:300])
+                break
+            best = found.setdefault(name, one)
+            for key in ("longest_ms", "beyond_MiB"):
+                best[key] = min(best[key], one[key])
+            if best["longest_ms"] <= 1e3 * MOST_SECONDS and best["beyond_MiB"] <= MOST_BYTES >> 20:
+                break
+        if name in found:
+            print(f"{name:60} {found[name]}", flush=True)
+    content = {"scale": options.scale, "threads": options.threads, "cases": found}
+    worst = max((each["longest_ms"] for each in found.values()), default=0.0)
+    most = max((each["beyond_MiB"] for each in found.values()), default=0)
+    save("steps", {**content, "longest_ms": worst, "most_beyond_MiB": most})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Requests in memory of their own, which a `RequestRunner` computes step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from warpfit.dataset import Dataset
+from warpfit.fitting import FitRequest, FitSettings
+from warpfit.request import Evaluation, Timings
+from warpfit_server.engine.evaluation import LoadedDatasets
+from warpfit_server.engine.interface import Engine, Steps
+from warpfit_server.engine.runner import RequestRunner
+from warpfit_server.ipc.segments import FIT_SETTING_ARRAYS, SegmentLayout, SegmentPool
+
+
+class Pause(NamedTuple):
+    """What an engine's thread did until it looked at its queue again."""
+
+    seconds: float
+    """Processor time of the thread: other work on the machine does not count."""
+    waits: bool
+    """Whether it then waited for a device, or for other threads."""
+
+
+class EngineRequest:
+    """A request in memory of its own, its steps, and what was sent about it.
+
+    Args:
+        engine: computes it.
+        data: the data set, which the engine has loaded.
+        evaluation: what is asked for, or the problem of a fit.
+        fit: settings of a fit; None for an evaluation.
+        runner: makes the steps; None for one that runs nothing else.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        data: Dataset,
+        evaluation: Evaluation,
+        fit: FitSettings | None = None,
+        runner: RequestRunner | None = None,
+    ) -> None:
+        arrays: dict[str, Any] = {}
+        if fit is None:
+            self.layout = SegmentLayout.of(evaluation, data.layout)
+        else:
+            self.layout = SegmentLayout.of_fit(FitRequest(evaluation, fit), data.layout)
+            arrays = {name: getattr(fit, name) for name in FIT_SETTING_ARRAYS}
+            arrays = {name: array for name, array in arrays.items() if array is not None}
+            fit = replace(fit, **dict.fromkeys(FIT_SETTING_ARRAYS))
+        self.segment = SegmentPool(1 << 24).acquire(self.layout.nbytes)
+        self.layout.write(self.segment, evaluation, arrays)
+        self.sent: list[Any] = []
+        described = SimpleNamespace(
+            segment_layout=self.layout,
+            dataset_id=data.content_id,
+            fit=None if fit is None else (fit, None),
+        )
+        self.request: Any = SimpleNamespace(
+            evaluation=replace(evaluation, batch=self.layout.batch(self.segment)),
+            problem=described,
+            segment=self.segment,
+            number=1,
+            cancelled=np.zeros(1, np.uint8),
+            connection=SimpleNamespace(send=self.sent.append),
+        )
+        runner = runner or RequestRunner(engine, LoadedDatasets(engine, {data.content_id: data}), 1)
+        self.steps: Steps[Timings] = runner.begin(self.request)
+
+    def run(self, look: Callable[[Pause], None] = lambda pause: None) -> None:
+        """Run all steps.
+
+        ``look`` is called whenever the engine's thread would look at its queue.
+        """
+        while True:
+            began = time.thread_time()
+            try:
+                waits_for = next(self.steps)
+            except StopIteration:
+                look(Pause(time.thread_time() - began, waits=False))
+                break
+            look(Pause(time.thread_time() - began, waits_for is not None))
+            if waits_for is not None:
+                waits_for.result()
+
+    def results(self) -> dict[str, bytes]:
+        """Run all steps; return the results by name."""
+        self.run()
+        found = self.layout.results(self.segment)
+        return {name: array.tobytes() for name, array in found.items()}
