@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -36,7 +35,6 @@ from warpfit_server.engine.interface import (
     Selection,
     Steps,
     edges_of,
-    offload,
 )
 from warpfit_server.engine.request import Merger, Request, hand_out, join
 from warpfit_server.ipc import messages
@@ -60,6 +58,9 @@ MOST_NUMBERS: Final = 1 << 20
 MOST_FIT_SUMS: Final = 1 << 22
 #: Numbers that each program and vector has beside derivatives: sums, reductions, moments.
 _OF_A_CELL: Final = 16
+#: Arrays of a batch, and numbers that are copied without a pause, which takes a millisecond.
+_BATCH_ARRAYS: Final = ("codes", "values", "lengths", "parameter_counts", "parameters")
+_COPIED_AT_ONCE: Final = 1 << 18
 #: Outputs that have the numbers of `Batch.parameters` on their first axis, not the programs.
 _BY_PARAMETERS: Final = ("gradients", "jacobian")
 
@@ -156,7 +157,12 @@ class RequestRunner:
         layout = problem.segment_layout
         bounds: Any = {name: layout.array(name, segment) for name in FIT_SETTING_ARRAYS}
         # Engines keep the lowered programs as long as these arrays live: not in a shared segment.
-        evaluation = replace(request.evaluation, batch=request.evaluation.batch.copy())
+        given, copies = request.evaluation, dict[str, Any]()
+        for name in _BATCH_ARRAYS:
+            array = getattr(given.batch, name)
+            copies[name] = np.empty_like(array)
+            yield from _copy(array, copies[name])
+        evaluation = replace(given, batch=Batch(**copies, vectors=given.batch.vectors))
         fit = FitRequest(evaluation, replace(settings, **bounds))
         dataset = self._datasets.whole(problem.dataset_id)
         reported = time.monotonic()
@@ -181,7 +187,7 @@ class RequestRunner:
         )
         result = yield from optimize(fit, context)
         for name, array in layout.results(segment).items():
-            yield from offload(array.nbytes, partial(np.copyto, array, getattr(result, name)))
+            yield from _copy(getattr(result, name), array)
         return result.timings
 
     def _search(
@@ -224,6 +230,16 @@ class RequestRunner:
                     raise DatasetNotFoundError
         finally:
             steps.close()
+
+
+def _copy(source: NDArray[Any], target: NDArray[Any]) -> Steps[None]:
+    """Copy an array of any shape, in C order, some numbers at a time."""
+    given, taken = source.reshape(-1), target.reshape(-1)
+    for start in range(0, len(given), _COPIED_AT_ONCE):
+        if start:
+            yield None
+        part = slice(start, start + _COPIED_AT_ONCE)
+        taken[part] = given[part]
 
 
 class Part(NamedTuple):
