@@ -294,9 +294,10 @@ class CpuEngine:
             stop = task.result()
             if work.cancelled[0]:
                 raise CancelledError("the evaluation was cancelled", "CANCELLED")
-            taken = time.monotonic_ns() - started
-            if 2 * taken >= step:  # a shorter step says little
-                rate = 1e9 * work.cut.cost * (stop - first) / work.chunks / max(1, taken)
+            done = work.cut.cost * (stop - first) / work.chunks
+            # Work that ends before its time is over, and is no long one, says little.
+            if stop < work.chunks or 2 * done >= self._step_size_of(work.function):
+                rate = 1e9 * done / max(1, time.monotonic_ns() - started)
                 known = self._rates.setdefault(work.function, rate)
                 self._rates[work.function] = known + _RATE_WEIGHT * (rate - known)
             if on_step is not None:

@@ -21,8 +21,11 @@ from warpfit.ops import OPERATORS
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit_server.engine.autodiff import COMPUTES, KIND, NOTHING, rules
+from warpfit_server.engine.cpu import engine as engine_module
 from warpfit_server.engine.cpu.derivatives import differentiation_work
 from warpfit_server.engine.cpu.engine import CpuEngine
+from warpfit_server.engine.cpu.interpreter import cut_instances, weights_of
+from warpfit_server.engine.evaluation import reduce_to_sums
 from warpfit_server.engine.interface import Selection, run_to_end
 
 FLAVOURS = [
@@ -105,53 +108,74 @@ def test_the_batch_of_a_fit_is_lowered_once(engine, monkeypatch):
     assert len(lowered) == 1
 
 
-def test_products_of_columns_count_where_a_pass_is_cut_into_steps(engine, monkeypatch):
-    monkeypatch.setattr(engine, "_step_seconds", 0.0)
-    engine.others_wait(True)
+@pytest.fixture
+def costs(engine, monkeypatch):
+    """The costs of all work that the engine cuts."""
+    found, run = [], engine.run_in_steps
+
+    def noted(work, *given):
+        found.append(work.cut.cost)
+        return run(work, *given)
+
+    monkeypatch.setattr(engine, "run_in_steps", noted)
+    return found
+
+
+def test_products_of_columns_count_where_a_pass_is_cut_into_steps(engine, costs):
     batch = Batch.of(
         [parse("+".join(f"sin(p{i + 1}*x1)" for i in range(100)))] * 50, [np.ones(100)] * 50
     )
     data, flag = make_dataset(2_000, "float32"), np.zeros(1, np.uint8)
     engine.load(data)
-    problem = Evaluation(data.content_id, batch)
-    options = {"cancelled": flag}
-    few, many = (
-        sum(1 for _ in engine.linearise(problem, SQUARES, curvature=curvature, **options))
-        for curvature in (False, True)
-    )
-    engine.others_wait(False)
-    assert many > 5 * few
+    problem, most = Evaluation(data.content_id, batch), []
+    for curvature in (False, True):
+        options = {"cancelled": flag, "curvature": curvature}
+        run_to_end(engine.linearise(problem, SQUARES, **options))
+        most.append(max(costs))
+    assert most[1] > 5 * most[0]
 
 
 @pytest.mark.parametrize(
     ("asked", "least"),
     [
         ({"custom_loss": LossFunction.parse("abs(d)" + "+abs(d*f)" * 60)}, 30),
-        ({"linear_scaling": True, "loss": Loss.MSE}, 5),
-        ({"reductions": True}, 2),
-        ({"jacobian": True}, 2),
+        ({"linear_scaling": True, "loss": Loss.MSE}, 4),
+        ({"reductions": True}, 1.5),
     ],
 )
-def test_all_that_a_row_needs_counts_where_a_pass_is_cut_into_steps(
-    engine, monkeypatch, asked, least
-):
-    monkeypatch.setattr(engine, "_step_seconds", 0.0)
-    engine.others_wait(True)
-    data, batch = make_dataset(200_000, "float32"), Batch.of([parse("x1*p1")] * 40, [[1.0]] * 40)
+def test_all_that_a_row_needs_counts_where_a_pass_is_cut_into_steps(engine, costs, asked, least):
+    data, batch = make_dataset(20_000, "float32"), Batch.of([parse("x1*p1")] * 40, [[1.0]] * 40)
     engine.load(data)
 
-    def steps(**asked):
+    def cost(**asked):
+        costs.clear()
         problem = Evaluation(data.content_id, batch, values=False, **asked)
-        return sum(1 for _ in engine.evaluate(problem, outputs_for(problem, data.layout)))
+        outputs = outputs_for(problem, data.layout)
+        of_sums, summed = reduce_to_sums(problem, outputs)
+        run_to_end(engine.evaluate(of_sums, summed))
+        return max(costs)
 
-    assert steps(**asked) > least * steps(loss=Loss.MSE)
-    engine.others_wait(False)
+    assert cost(**asked) > least * cost(loss=Loss.MSE)
+
+
+def test_dear_programs_are_cut_into_smaller_chunks(engine):
+    layout = make_dataset(20_000, "float32").layout
+    chunks = []
+    for name in ("neg", "sin", "lgamma"):
+        batch = Batch.of([parse(f"{name}(x1)*x2")] * 1_000)
+        given = np.zeros(1_000, np.int64), 1, (0, 20_000), layout, 1
+        cut = cut_instances(batch.lengths.astype(np.int64), weights_of(batch), *given)
+        chunks.append(len(cut.ranges))
+    assert chunks == sorted(chunks)
+    assert chunks[1] > 4 * chunks[0]
+    assert chunks[2] > 1.5 * chunks[1]
 
 
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_large_batch_is_lowered_in_steps(engine, monkeypatch, gradient):
     """So that other requests have their turns meanwhile."""
-    monkeypatch.setattr(engine, "_step_seconds", 0.0)
+    monkeypatch.setattr(engine, "_step_seconds", 1e-9)
+    monkeypatch.setattr(engine_module, "_LONG_STEP", 1 << 40)
     data = make_dataset(10)
     engine.load(data)
     batch = Batch.of(*thesis_mix(5, 300, variables=4))
