@@ -298,7 +298,7 @@ class _Driver:
         is_marked = yield from self._run_small()
         if self._active.running.any():
             yield from self._evaluate_first(is_marked)
-        if self._is_undefined():
+        if (yield from self._is_undefined()):
             self._all.counters[:, REASON] = NOT_FINITE
 
     def _run_small(self) -> Steps[bool]:
