@@ -169,11 +169,11 @@ class Loop:
             leaves_work = self._idle > 0 and len(self._scheduler) > 0
         if leaves_work:
             self._wake()
-        step = self._paused.pop(requests[0], None)
-        if step is None:
+        paused = self._paused.pop(requests[0], None)
+        if paused is None:
             return _Step(requests)
-        step.requests, step.began = requests, time.perf_counter()
-        return step
+        paused.requests, paused.began = requests, time.perf_counter()
+        return paused
 
     def _run_step(self, step: _Step) -> None:
         """Run a step until it waits for something or has ended; answer what is finished."""

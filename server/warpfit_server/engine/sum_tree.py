@@ -50,17 +50,14 @@ def nodes_of(rows: tuple[int, int], length: int) -> range:
     return range(rows[0] // length, -(-rows[1] // length))
 
 
-def summed(nodes: NDArray[np.float64], first: int) -> Steps[NDArray[np.float64]]:
-    """Return `sum_nodes`, some sums at a time with a pause in between."""
+def add_nodes(nodes: NDArray[np.float64], first: int, totals: NDArray[np.float64]) -> Steps[None]:
+    """Fill ``totals``, [sums], as `sum_nodes` adds nodes up, some sums at a time."""
     count = max(1, _SUMS_AT_ONCE // max(1, len(nodes)))
-    if nodes.shape[1] <= count:
-        return sum_nodes(nodes, first)
-    found = np.empty(nodes.shape[1])
-    for start in range(0, len(found), count):
+    for start in range(0, len(totals), count):
         if start:
             yield None
-        found[start : start + count] = sum_nodes(nodes[:, start : start + count], first)
-    return found
+        some = slice(start, start + count)
+        totals[some] = sum_nodes(nodes[:, some], first)
 
 
 def sum_nodes(nodes: NDArray[np.float64], first: int) -> NDArray[np.float64]:

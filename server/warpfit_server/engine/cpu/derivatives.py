@@ -100,7 +100,7 @@ from warpfit_server.engine.native.arguments import (
 )
 from warpfit_server.engine.native.intrinsics import call_kernel, call_sum, inlined
 from warpfit_server.engine.requested_outputs import RequestedOutputs
-from warpfit_server.engine.sum_tree import carry, node_sums, summed
+from warpfit_server.engine.sum_tree import add_nodes, carry, node_sums
 
 #: What row losses are computed with.
 _WIDE: Final = Arithmetic.DOUBLE
@@ -310,7 +310,7 @@ class DerivativeRun:
     def add_up(self) -> Steps[None]:
         """Add the sums of all nodes up, once `summing` has run."""
         sums = self.nodes[:, : len(self._totals)]
-        self._totals[:] = yield from summed(sums, self._first_node)
+        yield from add_nodes(sums, self._first_node, self._totals)
 
     def combining(self) -> ChunkedWork:
         """Return the work that makes derivatives and moments of the sums over all rows."""

@@ -63,7 +63,7 @@ from warpfit_server.engine.requested_outputs import (
     linearisation_outputs,
     requested_outputs,
 )
-from warpfit_server.engine.sum_tree import summed
+from warpfit_server.engine.sum_tree import add_nodes
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.system.machine import available_cores
 
@@ -375,8 +375,7 @@ class CpuEngine:
         work = ChunkedWork(self._interpret, arrays, cut, outputs.cancelled)
         yield from self._evaluate_in_steps(work, outputs, batch.vectors)
         if outputs.losses is not None:
-            total = yield from summed(sums, first_node(rows, layout, level))
-            outputs.losses.reshape(-1)[:] = total
+            yield from add_nodes(sums, first_node(rows, layout, level), outputs.losses.reshape(-1))
 
 
 class _LoweredPrograms:

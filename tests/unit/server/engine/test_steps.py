@@ -11,13 +11,19 @@ import pytest
 pytest.importorskip("numba")
 
 from support.engines.fits import prepared
+from support.engines.requests import EngineRequest
 from support.random_programs import thesis_mix
 from warpfit.dataset import Dataset
+from warpfit.fitting import FitSettings, Method, Missing
 from warpfit.ir import Batch
+from warpfit.losses import LossFunction
+from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.cpu.engine import CpuEngine
+from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.fit.driver import optimize
 from warpfit_server.engine.interface import Outputs, offload, timed
+from warpfit_server.engine.runner import RequestRunner
 
 X = np.random.default_rng(2).uniform(0.5, 2.0, size=(40_000, 2))
 DATA = Dataset.of(X, X[:, 0] * X[:, 1])
@@ -51,6 +57,65 @@ def test_an_evaluation_does_not_count_the_time_between_its_steps(monkeypatch):
     assert paused > 10 * PAUSE
     assert 0 < timings.compute < (time.perf_counter() - began - paused) * 1e9
     engine.close()
+
+
+MANY_ROWS = 400_000
+LOSS = {"loss": Loss.MSE, "values": False}
+
+
+@pytest.fixture(scope="module")
+def many_rows():
+    """Data whose every pass takes several steps, and an engine that cuts wherever it can."""
+    engine = CpuEngine(2)
+    x = np.random.default_rng(3).random((MANY_ROWS, 1), dtype="f4") + 0.5
+    weights = np.ones(MANY_ROWS)
+    weights[::3] = 0.0
+    found = {
+        False: Dataset.of(x, 2 * x[:, 0], dtype="float32"),
+        True: Dataset.of(x, 2 * x[:, 0], weights, dtype="float32"),
+    }
+    datasets = LoadedDatasets(engine)
+    for data in found.values():
+        datasets.load(data)
+    engine._step_seconds = 1e-9
+    engine.others_wait(True)
+    yield found, engine, RequestRunner(engine, datasets, 1 << 20)
+    engine.close()
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "fit"),
+    [
+        ({}, None),
+        (LOSS, None),
+        ({"loss": Loss.R2, "values": False}, None),
+        ({**LOSS, "gradient": True}, None),
+        ({**LOSS, "variable_gradient": True}, None),
+        ({**LOSS, "linear_scaling": True}, None),
+        ({"values": False, "jacobian": True}, None),
+        ({"values": False, "reductions": True}, None),
+        ({"values": False, "correlation": True}, None),
+        ({"values": False, "custom_loss": LossFunction.parse("abs(d)^1.5")}, None),
+        (LOSS, {}),
+        (LOSS, {"method": Method.BFGS}),
+        (LOSS, {"missing": Missing.DROP}),
+        (LOSS, {"restarts": 3, "all_starts": True}),
+        (LOSS, {"covariance": True, "standard_errors": True, "curvature": True}),
+    ],
+)
+def test_the_engine_looks_at_its_queue_during_every_pass(many_rows, asked, fit, is_weighted):
+    """Over ranges of rows that change from call to call."""
+    found, engine, runner = many_rows
+    data, looks = found[is_weighted], []
+    batch = Batch.of([parse("p1*x1")] * 8, [[1.0]] * 8)
+    settings = None if fit is None else FitSettings(max_iterations=1, **fit)
+    for number in range(2):
+        rows = number, MANY_ROWS - number
+        problem = Evaluation(data.content_id, batch, rows=rows, **asked)
+        EngineRequest(engine, data, problem, settings, runner).run(looks.append)
+        assert len(looks) > 12
+        looks.clear()
 
 
 @pytest.mark.parametrize("method", ["lm", "bfgs"])
