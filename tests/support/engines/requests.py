@@ -62,6 +62,7 @@ class EngineRequest:
             segment_layout=self.layout,
             dataset_id=data.content_id,
             fit=None if fit is None else (fit, None),
+            search=None,
         )
         self.request: Any = SimpleNamespace(
             evaluation=replace(evaluation, batch=self.layout.batch(self.segment)),
