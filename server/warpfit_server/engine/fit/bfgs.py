@@ -45,7 +45,13 @@ from numpy.typing import NDArray
 from warpfit.ir import Program
 from warpfit.losses import PREDICTION, TARGET, WEIGHT, mentions_weight
 from warpfit.ops import VARIABLE, Operator
-from warpfit_server.engine.fit.linear_model import Model, Workspace, is_minimum
+from warpfit_server.engine.fit.linear_model import (
+    Model,
+    Workspace,
+    are_usable,
+    has_effect,
+    is_minimum,
+)
 from warpfit_server.engine.fit.probes import MOST_PROBES, begin_probe, leads_on, nudge
 from warpfit_server.engine.fit.searches import (
     BEGINS,
@@ -68,8 +74,10 @@ from warpfit_server.engine.fit.searches import (
     LOW,
     LOWER,
     NO_FACTOR,
+    NO_PLATEAU,
     NOT_FINITE,
     PAIRS,
+    PLATEAU,
     PROBES,
     PROBING,
     PULL,
@@ -78,6 +86,7 @@ from warpfit_server.engine.fit.searches import (
     RESTART_LOSS,
     RESTARTS,
     RUNNING,
+    SEEN,
     SLOPE,
     SQUARES,
     STALLED,
@@ -97,7 +106,7 @@ from warpfit_server.engine.fit.searches import (
     parts_of,
     within,
 )
-from warpfit_server.engine.fit.triangles import all_finite, are_usable, dot, factorise, solve
+from warpfit_server.engine.fit.triangles import all_finite, dot, factorise, solve
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import inlined
 
@@ -217,21 +226,22 @@ def advance(
             loss = new_sums[s]
             if counter[EVALUATIONS] == 1:
                 number[INITIAL] = loss
+            # Half of the derivatives of the row losses are the residuals of squares.
+            squares = loss if limits.squares else 0.25 * number[PULL]
             if counter[PROBING]:
-                # Half of the derivatives of the row losses are the residuals of squares.
-                squares = loss if limits.squares else 0.25 * number[PULL]
                 vector[BEST, :] = 0.0  # no parameter is linear
                 if leads_on(
                     vector, number, counter, gradient, curvature, loss, squares, limits, space
                 ):
                     counter[ENDING], counter[RESTARTS] = BEGINS, 0
+                    counter[PLATEAU] = NO_PLATEAU
                 elif counter[PROBING]:
                     continue
                 else:
                     _come_back(vector, counter)
                     continue
             if counter[ENDING] == BEGINS and not resumes:
-                if not are_usable(loss, gradient, curvature):
+                if not are_usable(vector, TRIAL, squares, gradient, curvature):
                     if not (math.isfinite(number[INITIAL]) and nudge(vector, counter, limits)):
                         number[LOSS] = number[INITIAL]
                         counter[REASON] = NOT_FINITE
@@ -264,25 +274,27 @@ def _inspect(
     Where that is doubtful, the search asks for an orthogonal factor.
     """
     n, ending = vector.shape[1], counter[ENDING]
-    if not are_usable(number[LOSS], vector[SLOPE], curvature):
+    vector[BEST, :] = 0.0  # no parameter is linear
+    # Half of the derivatives of the row losses are the residuals, where these are squares.
+    squares = 0.25 * _pull(number, limits)
+    if not are_usable(vector, X, squares, vector[SLOPE], curvature):
         counter[REASON] = NOT_FINITE if ending == BEGINS else STALLED
         return False
     for i in range(n):
-        free = vector[FREE, i] != 0.0 and vector[LOWER, i] < vector[UPPER, i]
-        vector[WIDTH, i] = math.sqrt(curvature[i * (i + 1) // 2 + i]) if free else 0.0
+        column = math.sqrt(curvature[i * (i + 1) // 2 + i])
+        moves = vector[FREE, i] != 0.0 and vector[LOWER, i] < vector[UPPER, i]
+        moves = moves and has_effect(vector, X, i, column, vector[SLOPE, i], squares)
+        vector[WIDTH, i] = column if moves else 0.0
     moving = np.empty(n, dtype=np.bool_)
     find_moving(vector, X, vector[SLOPE], moving)
     steepest = _steepest(vector, number, moving, limits)
     factored = counter[FACTOR] == READY
     counter[FACTOR] = NO_FACTOR
-    # Half of the derivatives of the row losses are the residuals, where these are squares.
-    squares = 0.25 * _pull(number, limits)
     model = Model(X, vector[SLOPE], curvature, inverse, factored, squares)
     ends, reason = steepest == 0.0, RUNNING
     if not ends and (ending != BEGINS or steepest <= limits.gradient):
         # These rows are those that Levenberg-Marquardt's damping uses, and a test has none.
         vector[DIRECTION, :] = 0.0
-        vector[BEST, :] = 0.0
         ends, doubtful = is_minimum(vector, number, counter, model, False, limits, space)
         if doubtful and limits.squares and not space.cancelled[0]:
             counter[FACTOR] = WANTED
@@ -304,7 +316,7 @@ def _inspect(
         if begin_probe(vector, number, counter, model, limits):
             counter[ENDING] = reason
         else:
-            counter[REASON] = reason
+            counter[REASON] = STALLED if counter[PLATEAU] == SEEN else reason
         return False
     counter[ENDING] = RUNNING
     ridge = _RIDGE if counter[RESTARTS] == 0 else _RESTART_RIDGE
@@ -320,7 +332,7 @@ def _come_back(vector: Floats, counter: Integers) -> None:
         idle = vector[WIDTH, i] == 0.0 and vector[FREE, i] != 0.0
         if idle and vector[LOWER, i] < vector[UPPER, i] and counter[PROBES] < MOST_PROBES:
             return
-    counter[REASON] = counter[ENDING]
+    counter[REASON] = STALLED if counter[PLATEAU] == SEEN else counter[ENDING]
 
 
 @inlined
@@ -583,8 +595,9 @@ def _add_columns(vector: Floats, number: Floats, inverse: Floats) -> None:
         if free and vector[WIDTH, i] == 0.0 and vector[SLOPE, i] != 0.0 and number[LOSS] != 0.0:
             squares = 2.0 * abs(number[LOSS]) / number[STIFFNESS]
             width = abs(vector[SLOPE, i]) / number[STIFFNESS] / math.sqrt(squares)
-            vector[WIDTH, i] = width
-            inverse[i * n + i] = 1.0 / (number[STIFFNESS] * n) / (width * width)
+            if has_effect(vector, X, i, width, 0.0, squares):
+                vector[WIDTH, i] = width
+                inverse[i * n + i] = 1.0 / (number[STIFFNESS] * n) / (width * width)
 
 
 @inlined

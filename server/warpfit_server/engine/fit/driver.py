@@ -93,7 +93,7 @@ _INSPECTED_SHARE: Final = 1 / 2
 #: residuals smaller than they are at its start.
 _SMALL_IN_FLOAT32: Final = 1e-28
 #: Square of the largest target below which squares of residuals lose digits in float64.
-_SMALL_IN_FLOAT64: Final = 1e-280
+_SMALL_IN_FLOAT64: Final = 1e-304
 #: Relative difference of two sums over all rows by rounding.
 _ROUNDING: Final = 1e-6
 #: Bytes of a fit after which the allocator returns free memory to the system.

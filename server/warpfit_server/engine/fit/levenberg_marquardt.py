@@ -55,6 +55,7 @@ from warpfit_server.engine.fit.linear_model import (
     STAYS,
     Model,
     Workspace,
+    are_usable,
     damp,
     find_roles,
     is_exact,
@@ -81,8 +82,10 @@ from warpfit_server.engine.fit.searches import (
     LOSS,
     LOSS_CHANGE,
     NO_FACTOR,
+    NO_PLATEAU,
     NOT_FINITE,
     PAIRS,
+    PLATEAU,
     PREDICTED,
     PROBING,
     PROMISE,
@@ -92,6 +95,7 @@ from warpfit_server.engine.fit.searches import (
     RESTARTED,
     RUNNING,
     SCALE,
+    SEEN,
     SLOPE,
     SQUARES,
     STALLED,
@@ -197,7 +201,7 @@ def advance_one(
     ``gradient``, ``new`` and ``loss`` are those of the trial, ``old`` is the curvature at X.
     """
     flat = disappoints = False
-    usable = triangles.are_usable(loss, gradient, new)
+    usable = are_usable(vector, TRIAL, loss, gradient, new)
     counter[EVALUATIONS] += 1
     if counter[EVALUATIONS] == 1:
         number[INITIAL] = loss
@@ -266,6 +270,7 @@ def _forget(vector: Floats, number: Floats, counter: Integers) -> None:
     number[LOSS], number[RESTARTED] = math.inf, math.inf
     number[DAMPING], number[GROWTH] = _FIRST_DAMPING, 2.0
     counter[REFUSED], counter[CORRECTING], counter[FIRED] = 0, 0, RUNNING
+    counter[PLATEAU] = NO_PLATEAU
     for i in range(vector.shape[1]):
         vector[SCALE, i] = 0.0
 
@@ -286,6 +291,8 @@ def _probe(
         if begin_probe(vector, number, counter, model, limits):
             counter[REASON] = RUNNING
             counter[FIRED] = reason
+        elif counter[PLATEAU] == SEEN:
+            counter[REASON] = STALLED
 
 
 @inlined

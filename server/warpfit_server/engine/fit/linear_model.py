@@ -39,6 +39,7 @@ from warpfit_server.engine.fit.searches import (
     INITIAL,
     LINEAR,
     LOWER,
+    NATURAL,
     PIVOT,
     PROMISE,
     REFUSED,
@@ -59,7 +60,7 @@ from warpfit_server.engine.native.intrinsics import inlined
 RIDGE: Final = 1e-13
 _RIDGE_IN_FLOAT32: Final = 1e-11
 RIDGE_OF_FACTOR: Final = 1e-30
-_RIDGE_ABOVE_NOISE: Final = 1e-18
+_RIDGE_ABOVE_NOISE: Final = 1e-26
 #: Squared sine of the angle between a column and those before it, below which the curvature holds
 #: too few digits of it.
 ILL_CONDITIONED: Final = 1e-11
@@ -74,10 +75,18 @@ _LEAST_RELEASE: Final = 1e-13
 _PATIENCE: Final = 12
 #: Most of the target's variation that rounding errors of the parameters may hide.
 _HIDDEN: Final = 1e-2
+_HIDDEN_IN_FLOAT64: Final = 1e-6
 #: Roundings of residuals that are no more than noise.
 ROUNDINGS: Final = 64.0
 #: Roundings of each parameter that values inherit.
 _PARAMETER_ROUNDINGS: Final = 8.0
+#: Least move of the values, relative to the residuals, by which a parameter has an effect: that by
+#: a change of the parameter by itself or its natural scale, whichever is larger.
+_LEAST_EFFECT: Final = 1e-9
+#: Relative part of a column outside the span of others below which nothing is known of it, and the
+#: squared sine of another one below which a lost one may be no sum of others.
+_LOST: Final = 2.0**-44
+_NEARLY_DEPENDENT: Final = 1e-12
 #: Attempts to make a system positive definite by more damping.
 _ATTEMPTS: Final = 100
 
@@ -148,6 +157,45 @@ class Model(NamedTuple):
 
 
 @inlined
+def has_effect(
+    vector: Floats, point: int, i: int, column: float, slope: float, loss: float
+) -> bool:
+    """Whether a parameter moves the values near a point.
+
+    One that does not is left out of steps, which would be quotients by next to nothing, unless the
+    program is linear in it, and takes part again by a perturbation (`probes`).
+
+    Args:
+        vector: `Searches.vectors` of one search.
+        point: row of the point.
+        i: the parameter.
+        column: length of its column of the Jacobian, 0 where its squares vanish.
+        slope: derivative of the loss by it.
+        loss: sum of squares at the point.
+    """
+    reach = max(abs(vector[point, i]), vector[NATURAL, i])
+    residual = math.sqrt(loss)
+    # No column is shorter than what explains the slope.
+    least = 0.5 * abs(slope) / residual if loss > 0.0 else 0.0
+    return bool(max(column, least) * reach > _LEAST_EFFECT * residual)
+
+
+@inlined
+def are_usable(
+    vector: Floats, point: int, loss: float, gradient: Floats, curvature: Floats
+) -> bool:
+    """Whether all numbers are finite, and no square of a column that matters has vanished."""
+    finite = math.isfinite(loss) and triangles.all_finite(gradient)
+    if not (finite and triangles.all_finite(curvature)):
+        return False
+    for i in range(len(gradient)):
+        vanished = curvature[i * (i + 1) // 2 + i] == 0.0 and gradient[i] != 0.0
+        if vanished and has_effect(vector, point, i, 0.0, gradient[i], abs(loss)):
+            return False
+    return True
+
+
+@inlined
 def damp(number: Floats) -> None:
     """Raise the damping, the next time by more."""
     number[DAMPING] *= number[GROWTH]
@@ -159,7 +207,12 @@ def find_roles(vector: Floats, model: Model, space: Workspace) -> None:
     """Find what each parameter does at the beginning of a step."""
     for i in range(vector.shape[1]):
         x, slope = vector[model.point, i], model.gradient[i]
-        moves = vector[FREE, i] != 0.0 and model.curvature[i * (i + 1) // 2 + i] > 0.0
+        column = math.sqrt(model.curvature[i * (i + 1) // 2 + i])
+        moves = vector[FREE, i] != 0.0 and column > 0.0
+        is_linear = vector[LINEAR, i] != 0.0
+        moves = moves and (
+            is_linear or has_effect(vector, model.point, i, column, slope, model.loss)
+        )
         space.role[i] = STAYS
         if moves and vector[LOWER, i] < vector[UPPER, i]:
             space.role[i] = MOVES
@@ -232,15 +285,21 @@ def is_minimum(
     find_roles(vector, model, space)
     asks = is_stuck and not limits.single and number[PROMISE] > 0.0
     asks = asks and steepest_cosine(vector, model, space) <= limits.flat
+    # A search that is stuck has just asked without the ridge, which would hide a lost column.
+    is_lost = is_stuck and model.factored and number[PIVOT] == 0.0
     pivot = solve_step(vector, number, counter, model, 0.0, ridge, space)
-    number[PIVOT] = pivot
+    number[PIVOT] = 0.0 if is_lost else pivot
+    is_lost = model.factored and number[PIVOT] == 0.0
     rounding = 2.0**-24 if limits.single else 2.0**-53
     noise = 0.0
     for i in range(n):
         if space.role[i] != STAYS:
             noise += _contribution(vector, model, i)
     noise *= (_PARAMETER_ROUNDINGS * rounding) ** 2
-    if noise > _HIDDEN * limits.variation:
+    hidden = _HIDDEN * limits.variation
+    if not limits.single:
+        hidden = max(_HIDDEN_IN_FLOAT64 * limits.variation, _HIDDEN * model.loss)
+    if noise > hidden:
         noise = 0.0
     noise += (ROUNDINGS * rounding) ** 2 * limits.target
     allowed = max(limits.flat * limits.flat * model.loss, noise)
@@ -249,7 +308,7 @@ def is_minimum(
     doubtful = pivot < ILL_CONDITIONED and not model.factored and not limits.single
     believed = promised_decrease(vector, model, space.step[:n]) <= allowed
     believed = believed or (asks and number[PROMISE] <= ROUNDINGS * rounding * model.loss)
-    return bool(believed), bool(doubtful)
+    return bool(believed and not is_lost), bool(doubtful)
 
 
 @inlined
@@ -286,7 +345,8 @@ def solve_step(
     inside, the parameter that pulls most from its bound moves again.
 
     Returns:
-        The least pivot of the systems, relative to the diagonal.
+        The least pivot of the systems, relative to the diagonal; with the orthogonal factor see
+        `_minimise_by_factor`.
     """
     n, least = vector.shape[1], 1.0
     h, target, role = space.step[:n], space.target[:n], space.role[:n]
@@ -297,10 +357,10 @@ def solve_step(
             break
         order = _order(vector[LINEAR], role, space.order)
         if model.factored:
-            _minimise_by_factor(vector, counter, model, order, damping, ridge, space)
+            pivot = _minimise_by_factor(vector, counter, model, order, damping, ridge, space)
         else:
             pivot = _minimise(vector, number, counter, model, order, damping, ridge, space)
-            least = min(least, pivot)
+        least = min(least, pivot)
         share, stopped, at = 1.0, -1, _AT_LOWER
         for i in range(n):
             if role[i] == MOVES:
@@ -425,13 +485,18 @@ def _minimise_by_factor(
     damping: float,
     ridge: float,
     space: Workspace,
-) -> None:
+) -> float:
     """Do what `_minimise` does by Householder's reflections of the factor and the damping.
 
     The columns' condition is not squared. Each moving parameter has a row of its own for damping
     and ridge, below the factor. A parameter whose column lies in the span of those before it, up to
     rounding errors, stays where it is: its step would be a quotient of rounding errors. A linear
     one that is not damped goes to 0, so that the values are not the differences of huge terms.
+
+    Returns:
+        0 if a column was lost in rounding errors beside others that are nearly dependent, as the
+        high powers of a column far from 0 are: it may be no sum of theirs, and what it would take
+        off the loss is not known. Else 1.
     """
     parameters = vector.shape[1]
     n, linear = moving
@@ -463,6 +528,7 @@ def _minimise_by_factor(
         columns[j * rows + parameters + j] = math.sqrt(ridge + own)
         if damping > 0.0:
             columns[n * rows + parameters + j] = -ridge / math.sqrt(ridge + own) * at
+    least, lost = 1.0, False
     for j in range(n):
         if j == linear and damping > 0.0:
             for i in range(linear, n):
@@ -476,6 +542,10 @@ def _minimise_by_factor(
         outside = 0.0
         for row in range(j, rows):
             outside += columns[j * rows + row] ** 2
+        if outside < _LOST * _LOST:
+            lost = True
+        else:
+            least = min(least, outside)
         if outside < _ROUNDING_OF_COLUMN * _ROUNDING_OF_COLUMN:
             for row in range(j, rows):
                 columns[j * rows + row] = 0.0
@@ -491,6 +561,7 @@ def _minimise_by_factor(
         columns[n * rows + i] = rest / columns[i * rows + i]
     for i in range(n):
         space.target[order[i]] = columns[n * rows + i] / unit[i]
+    return 0.0 if lost and least < _NEARLY_DEPENDENT else 1.0
 
 
 @inlined

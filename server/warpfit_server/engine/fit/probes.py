@@ -13,7 +13,8 @@ perturbed there, and most searches pay nothing.
 
 Parameters without effect are perturbed alone: to about their scale (`starts`), because plateaus are
 left by large steps; first to about a tenth of it where they are 0, because saddles are left by
-small ones. The others move as far as changes the values by a tenth of the residuals. What is
+small ones. Where they have an effect at a perturbed point, and yet no perturbation leads on, the
+search has stalled: on a plateau no test of convergence says anything of them. The others move as far as changes the values by a tenth of the residuals. What is
 pseudo-random about it depends on the number of the parameter and of the perturbation, so that
 searches repeat.
 """
@@ -23,13 +24,14 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from warpfit_server.engine.fit import triangles
 from warpfit_server.engine.fit.linear_model import (
     ILL_CONDITIONED,
     RIDGE,
     Model,
     Workspace,
+    are_usable,
     find_roles,
+    has_effect,
     is_exact,
     promised_decrease,
     solve_step,
@@ -40,13 +42,18 @@ from warpfit_server.engine.fit.searches import (
     FREE,
     GROWTH,
     ITERATIONS,
+    LEAVING,
+    LINEAR,
     LOSS,
     LOWER,
     NATURAL,
+    NO_PLATEAU,
     PIVOT,
+    PLATEAU,
     PROBES,
     PROBING,
     SCALE,
+    SEEN,
     STIFFNESS,
     TRIAL,
     UPPER,
@@ -66,6 +73,10 @@ _MOST_STEPS: Final = 3
 _DAMPING: Final = 1e-2
 #: Attempts to find finite derivatives near a start.
 _MOST_NUDGES: Final = 4
+#: Part of its natural scale below which a parameter is as good as 0.
+_TINY: Final = 1e-9
+#: Most natural scales between two bounds of a parameter that is perturbed to any place there.
+_NARROW: Final = 20.0
 #: A small perturbation, relative to a parameter or to the residuals.
 _SMALL: Final = 0.1
 #: Steps of the additive recurrences that stand for random numbers: the golden ratio and the plastic
@@ -90,7 +101,7 @@ def begin_probe(
     for i in range(n):
         if vector[FREE, i] != 0.0 and vector[LOWER, i] < vector[UPPER, i]:
             free += 1
-            dead += model.curvature[i * (i + 1) // 2 + i] == 0.0
+            dead += not _moves_values(vector, i, model)
     most = MOST_PROBES if dead > 0 else _PROBES
     if free == 0 or counter[PROBES] >= most or counter[ITERATIONS] >= limits.iterations:
         return False
@@ -106,19 +117,49 @@ def begin_probe(
         share -= math.floor(share)
         # Bits of the number of the perturbation, so that all signs of two parameters come.
         sign = 1.0 if ((counter[PROBES] * (i + 1)) ^ (i >> 1)) & 1 == 0 else -1.0
-        if vector[FREE, i] == 0.0 or (dead > 0 and column > 0.0):
+        if vector[FREE, i] == 0.0 or (dead > 0 and _moves_values(vector, i, model)):
             pass
-        elif column > 0.0:
+        elif dead == 0:
             trial += sign * (0.3 + share) * _SMALL * math.sqrt(model.loss / free) / column
-        elif x == 0.0 and counter[PROBES] < 2:
-            trial = sign * (0.5 + share) * _SMALL * scale
+        elif abs(x) <= _TINY * scale and counter[PROBES] < 2:
+            trial = _in_box(vector, i, sign * (0.5 + share) * _SMALL * scale, share)
+        elif vector[UPPER, i] - vector[LOWER, i] <= _NARROW * scale:
+            place = share + (x - vector[LOWER, i]) / (vector[UPPER, i] - vector[LOWER, i])
+            trial = _between(vector, i, place - math.floor(place))
         else:
-            trial = sign * scale * 10.0 ** (2.0 * share - 1.0)
+            trial = _in_box(vector, i, sign * scale * 10.0 ** (2.0 * share - 1.0), share)
         vector[TRIAL, i] = within(vector, i, trial, limits)
+    if dead > 0 and counter[PLATEAU] == NO_PLATEAU:
+        counter[PLATEAU] = LEAVING
     counter[PROBING] = 1
     counter[PROBES] += 1
     counter[ITERATIONS] += 1
     return True
+
+
+@inlined
+def _moves_values(vector: Floats, i: int, model: Model) -> bool:
+    """Whether a parameter has an effect at X; one that the model gives no column has none."""
+    column = math.sqrt(model.curvature[i * (i + 1) // 2 + i])
+    is_linear = vector[LINEAR, i] != 0.0
+    effect = is_linear or has_effect(vector, X, i, column, model.gradient[i], model.loss)
+    return column > 0.0 and effect
+
+
+@inlined
+def _in_box(vector: Floats, i: int, value: float, share: float) -> float:
+    """Move a perturbed parameter into its box, wherever that is; see `starts` on draws."""
+    lower, upper = vector[LOWER, i], vector[UPPER, i]
+    if lower <= value <= upper:
+        return value
+    if lower <= -value <= upper:
+        return -value
+    return _between(vector, i, share) if upper - lower < math.inf else value
+
+
+@inlined
+def _between(vector: Floats, i: int, share: float) -> float:
+    return float(vector[LOWER, i] * (1.0 - share) + vector[UPPER, i] * share)
 
 
 @inlined
@@ -141,7 +182,13 @@ def leads_on(
     ``squares`` is the sum of squares that the model is about, see `linear_model`.
     """
     least = number[LOSS] - limits.flat * limits.flat * abs(number[LOSS])
-    usable = triangles.are_usable(loss, gradient, curvature)
+    n = vector.shape[1]
+    usable = are_usable(vector, TRIAL, squares, gradient, curvature)
+    for i in range(n if usable and counter[PLATEAU] == LEAVING else 0):
+        column = math.sqrt(curvature[i * (i + 1) // 2 + i])
+        moves = vector[TRIAL, i] != vector[X, i]
+        if moves and has_effect(vector, TRIAL, i, column, gradient[i], squares):
+            counter[PLATEAU] = SEEN
     if usable and loss < least:
         counter[PROBING] = 0
         return True
@@ -151,7 +198,6 @@ def leads_on(
         return False
     if counter[ITERATIONS] >= limits.iterations:
         return False
-    n = vector.shape[1]
     model = Model(TRIAL, gradient, curvature, space.columns, False, squares)
     find_roles(vector, model, space)
     for i in range(n):

@@ -80,7 +80,8 @@ ASKED: Final = 6  # Levenberg-Marquardt: 1 if there has been a factor
 FACTOR: Final = 7  # state of the orthogonal factor
 PROBES: Final = 8  # perturbations of the search, see `probes`
 PROBING: Final = 9  # 1 if the trial is a perturbed point, 2, 3, ... if a step from it, else 0
-COUNTERS: Final = 10
+PLATEAU: Final = 10  # what a perturbation has shown of parameters without effect, see `probes`
+COUNTERS: Final = 11
 #: Value of ENDING of a search that has not been inspected yet.
 BEGINS: Final = -1
 
@@ -90,6 +91,11 @@ NO_FACTOR: Final = 0
 WANTED: Final = 1
 READY: Final = 2
 USELESS: Final = 3
+
+# Values of the counter PLATEAU.
+NO_PLATEAU: Final = 0
+LEAVING: Final = 1  # the perturbed point is not evaluated yet
+SEEN: Final = 2  # parameters without effect have one at the perturbed point
 
 # Columns of ``Searches.edges``.
 PARAMETERS: Final = 0

@@ -11,8 +11,10 @@ units follow, too:
 
 Other units of the data change the scales by the same factors, and so the drawn starts. A draw is
 log-uniform around the scale, with a random sign, but for parameters whose place tells more: a
-frequency or a phase (below sin, cos, tan), an exponent, a shift of a variable. Half of the draws of
-these take uniform numbers from a range instead.
+frequency (below sin, cos, tan), an exponent, a shift of a variable. Half of the draws of these take
+uniform numbers from a range instead, and all of a phase do, from one turn. The range is cut to the
+bounds first, and a turn is taken from the middle of its box, so that the place of a box does not
+matter. What is still drawn outside of two bounds becomes uniform between them.
 
 All draws of a call come from one table of a Latin hypercube (McKay, Beckman and Conover,
 Technometrics 21, 1979), whose row i belongs to parameter i of every program. So a program gets the
@@ -227,7 +229,8 @@ def _want(
                     nodes[below, _KIND] = _PHASE if kind == _FREQUENCY else _SCALE
         if rule == _SUM and arity == 2:
             for own, other in ((a, b), (b, a)):
-                if codes[first + own] == PARAMETER and codes[first + other] == VARIABLE:
+                is_shift = codes[first + own] == PARAMETER and codes[first + other] == VARIABLE
+                if is_shift and kind != _FREQUENCY:
                     sign = codes[token] == _ADD
                     variable = np.int64(values[first + other])
                     nodes[own, _KIND] = _SHIFT + 2 * variable + (1 if sign else 0)
@@ -390,10 +393,12 @@ class Scales:
         """Scale of each parameter of each program, [parameters of all programs]."""
         return np.asarray(10.0**self._first)
 
-    def draw(self, counts: Integers, number: int, seed: int) -> Floats:
-        """Draw starts, [number, parameters of all programs].
+    def draw(
+        self, counts: Integers, number: int, seed: int, lower: Floats, upper: Floats
+    ) -> Floats:
+        """Draw starts between bounds, [number, parameters of all programs].
 
-        ``counts`` are the parameters of each program.
+        ``counts`` are the parameters of each program, the bounds [parameters of all programs].
         """
         generator = np.random.Generator(np.random.PCG64(seed))
         longest = int(counts.max(initial=0))
@@ -411,51 +416,80 @@ class Scales:
         near = np.stack([self._first, second])[(order // len(_DECADES)) % 2]
         signs = np.where(sign < 0.5, -1.0, 1.0)
         drawn = signs * 10.0 ** (near + decades * (2.0 * size - 1.0))
-        uniform = how < 0.5
         kinds = self.kinds
-        for kind, numbers in (
-            (_FREQUENCY, signs * 10.0**second * _TURNS * size),
-            (_PHASE, np.pi * (2.0 * size - 1.0)),
-            (_POWER_OF, _EXPONENT * (2.0 * size - 1.0)),
-        ):
-            drawn = np.where(uniform & (kinds == kind), numbers, drawn)
+        is_turning = kinds == _PHASE
+        high = np.where(kinds == _FREQUENCY, 10.0**second * _TURNS, _EXPONENT)
+        high = np.where(is_turning, np.pi, high)
+        low = -high
         shifts = np.flatnonzero(kinds >= _SHIFT)
         if len(shifts):
             variable, opposite = np.divmod(kinds[shifts] - _SHIFT, 2)
-            low = self._variables.least[variable]
-            width = self._variables.most[variable] - low
-            place = low + width * ((1.0 + 2.0 * _MARGIN) * size[:, shifts] - _MARGIN)
-            place = np.where(opposite == 1, -place, place)
-            drawn[:, shifts] = np.where(uniform[:, shifts], place, drawn[:, shifts])
-        return np.asarray(drawn)
+            least, most = self._variables.least[variable], self._variables.most[variable]
+            margin = _MARGIN * (most - least)
+            least, most = least - margin, most + margin
+            low[shifts] = np.where(opposite == 1, -most, least)
+            high[shifts] = np.where(opposite == 1, -least, most)
+        low, high = _cut(low, high, lower, upper, is_turning)
+        is_uniform = is_turning | ((how < 0.5) & (kinds != _SCALE))
+        return np.where(is_uniform, _between(low, high, size), _inside(drawn, size, lower, upper))
+
+
+def _between(low: Floats, high: Floats, share: Floats) -> Floats:
+    return np.asarray(low * (1.0 - share) + high * share)  # high - low may overflow
+
+
+def _inside(drawn: Floats, share: Floats, lower: Floats, upper: Floats) -> Floats:
+    """Move draws around a scale, [number, parameters], into the bounds.
+
+    One outside takes the other sign if that is inside. Else it is uniform between two bounds, by
+    its ``share``, or as far from a single bound as it was from 0.
+    """
+
+    def is_outside(values: Floats) -> NDArray[np.bool_]:
+        return np.asarray((values < lower) | (values > upper))
+
+    drawn = np.where(is_outside(drawn) & ~is_outside(-drawn), -drawn, drawn)
+    beside = np.where(np.isfinite(lower), lower + np.abs(drawn), upper - np.abs(drawn))
+    with np.errstate(invalid="ignore"):
+        between = _between(lower, upper, share)
+    moved = np.where(np.isfinite(lower) & np.isfinite(upper), between, beside)
+    return np.where(is_outside(drawn), moved, drawn)
+
+
+def _cut(
+    low: Floats, high: Floats, lower: Floats, upper: Floats, turns: NDArray[np.bool_]
+) -> tuple[Floats, Floats]:
+    """Cut the ranges of uniform draws to the bounds; all arrays are [parameters].
+
+    A range outside of the bounds becomes the whole box, or begins at the only bound. Where it
+    ``turns``, its width alone means something, and it is moved to the middle of the box first.
+    """
+    width = high - low
+    is_box = np.isfinite(lower) & np.isfinite(upper)
+    with np.errstate(invalid="ignore"):
+        shift = np.where(turns & is_box, 0.5 * lower + 0.5 * upper, 0.0)
+    low, high = low + shift, high + shift
+    is_above, is_below = low > upper, high < lower
+    low = np.where(is_above, np.where(is_box, lower, upper - width), low)
+    high = np.where(is_below, np.where(is_box, upper, lower + width), high)
+    return np.clip(low, lower, upper), np.clip(high, lower, upper)
 
 
 def with_restarts(request: FitRequest, scales: Scales) -> FitRequest:
-    """Return the request with drawn starts after the given ones; fixed parameters keep theirs.
-
-    A draw outside of the bounds becomes one inside: a uniform one between two of them, else as far
-    inside the one as it was outside.
-    """
+    """Return the request with drawn starts after the given ones; fixed parameters keep theirs."""
     settings, batch = request.settings, request.problem.batch
     if not settings.restarts:
         return request
     counts = batch.parameter_counts.astype(np.int64)
     total, given = int(counts.sum()), batch.vectors
-    drawn = scales.draw(counts, settings.restarts, settings.seed)
+    lower = np.full(total, -np.inf) if settings.lower is None else settings.lower
+    upper = np.full(total, np.inf) if settings.upper is None else settings.upper
+    drawn = scales.draw(counts, settings.restarts, settings.seed, lower, upper)
     # Where the first parameter of each program is, and the own index of each parameter.
     first = np.repeat(np.cumsum(counts) - counts, counts)
     own = np.arange(total) - first
     width = np.repeat(counts, counts)
     kept = batch.parameters[given * first + own]
-    if settings.lower is not None or settings.upper is not None:
-        lower = np.full(total, -np.inf) if settings.lower is None else settings.lower
-        upper = np.full(total, np.inf) if settings.upper is None else settings.upper
-        with np.errstate(all="ignore"):
-            between = lower + (upper - lower) * (np.abs(drawn) / (np.abs(drawn) + scales.natural))
-            drawn = np.where(drawn < lower, 2.0 * lower - drawn, drawn)
-            drawn = np.where(drawn > upper, 2.0 * upper - drawn, drawn)
-        outside = (drawn < lower) | (drawn > upper)
-        drawn = np.where(outside & np.isfinite(lower) & np.isfinite(upper), between, drawn)
     if settings.fixed is not None:
         drawn = np.where(settings.fixed, kept, drawn)
     vectors = given + settings.restarts

@@ -126,21 +126,6 @@ def all_finite(values: Floats) -> bool:
 
 
 @inlined
-def are_usable(loss: float, gradient: Floats, curvature: Floats) -> bool:
-    """Return whether all numbers are finite, and no square has vanished by underflow.
-
-    A column whose sum of squares is 0 has a gradient only if the squares were too small for the
-    number format.
-    """
-    if not (math.isfinite(loss) and all_finite(gradient) and all_finite(curvature)):
-        return False
-    for i in range(len(gradient)):
-        if curvature[i * (i + 1) // 2 + i] == 0.0 and gradient[i] != 0.0:
-            return False
-    return True
-
-
-@inlined
 def dot(a: Floats, b: Floats) -> float:
     """Return the sum of products."""
     total = 0.0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from scipy.optimize import lsq_linear
 
 from support.engines import nist
@@ -40,14 +42,42 @@ def polynomial(degree: int) -> str:
     ],
 )
 def test_polynomials_far_from_0_are_as_those_of_polyfit(x, degree, accuracy):
+    """Where float64 hardly tells the powers apart, neither finds the minimum, and says so."""
     z = (x - x.mean()) / (np.ptp(x) / 2.0)
     y = 1.0 + z - 0.5 * z**2 + 0.3 * z**3 + 0.01 * np.sin(50.0 * x)
     data = Dataset.of(x[:, None], y, dtype="float64")
     found = fit(data, [polynomial(degree)], [np.ones(degree + 1)], **tight(accuracy))
     exact = np.square(np.polyval(np.polyfit(x, y, degree), x) - y).sum()
     assert found.loss[0] <= 1.01 * exact
-    assert found.success[0]
+    assert found.success[0] or (x[0], degree) in ((1980.0, 6), (1e6, 5), (1e6, 6))
+    assert not found.success[0] or found.loss[0] <= 1.01 * least_by_legendre(z, y, degree)
     assert found.iterations[0] <= 20
+
+
+def least_by_legendre(z, y, degree) -> float:
+    """Return the least sum of squares of polynomials, from a basis that tells them apart."""
+    legendre = np.polynomial.legendre
+    return np.square(legendre.legval(z, legendre.legfit(z, y, degree)) - y).sum()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.floats(0.0, 7.0), st.floats(-1.0, 2.0), st.integers(1, 4), st.sampled_from([0.0, 0.1, 1.0])
+)
+@example(6.0, 0.0, 4, 0.0)
+@example(5.0, np.log10(2.0), 3, 0.1)
+@example(4.0, 0.0, 4, 0.1)
+def test_no_polynomial_is_called_a_minimum_that_is_none(place, width, degree, noise):
+    z, rng = np.linspace(-1.0, 1.0, 70), np.random.default_rng(0)
+    x = 10.0**place + 10.0**width * 0.5 * (z + 1.0)
+    y = 1.0 + z - 0.5 * z**2 + 0.3 * z**3 + 0.4 * z**4 + noise * rng.normal(size=70)
+    data = Dataset.of(x[:, None], y, dtype="float64")
+    found = fit(data, [polynomial(degree)], [np.ones(degree + 1)], **tight(Accuracy.FINAL))
+    z = 2.0 * (x - x.mean()) / np.ptp(x)
+    least = least_by_legendre(z, y, degree) + 1e-6 * np.square(y - y.mean()).sum()
+    assert not found.success[0] or found.loss[0] <= 1.001 * least
+    if place <= 2.0 <= 2.0 + width:
+        assert found.success[0]
 
 
 def test_factors_of_several_threads_have_the_bits_of_one_thread(monkeypatch):
@@ -184,12 +214,14 @@ def test_laws_of_two_equal_terms_are_found(text, truth, noise):
     assert found.success[0], found.reason[0]
 
 
-def test_a_point_that_steps_do_not_leave_but_one_column_would_has_stalled():
-    """The other parameter hardly matters, which makes all steps too long."""
+def test_a_parameter_that_hardly_matters_does_not_hold_the_other_one():
+    """A step that moves both is too long from there; what follows is a curved valley."""
     problem = MGH["Powell badly scaled"]
     data = Dataset.of(problem.columns, problem.target, dtype="float64")
     found = fit(data, [problem.formula], [100.0 * problem.start], **tight(Accuracy.FINAL))
-    assert found.reason[0] is Reason.STALLED
+    assert found.initial_loss[0] > 0.9
+    assert found.loss[0] < 1e-7
+    assert not found.success[0]
 
 
 def test_a_search_that_ends_at_a_kink_has_stalled():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from support.engines.fits import fit, prepared
 from warpfit import Reason, parse
@@ -149,6 +151,60 @@ def test_searches_beside_an_exact_one_end():
     best = fit(DATA, [TEXT], [START], restarts=24)
     assert best.evaluations[0] == every.evaluations[best.start[0], 0]
     assert best.loss[0] < 1e-20
+
+
+# ------------------------------------------------------------------------- the place of a box
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(-20, 20), st.floats(0.0, 6.28), st.integers(0, 99))
+@example(0, 4.0, 0)
+@example(-1, 1.0, 0)
+def test_a_box_of_phases_may_be_any_turn(turns, phase, seed):
+    """Searches are the same ones, however many turns away the box of the phase is."""
+    z = np.linspace(0.0, 10.0, 80)
+    data = Dataset.of(z[:, None], 2.0 * np.sin(1.7 * z + phase), dtype="float64")
+    found = []
+    for shift in (0.0, 2.0 * np.pi * turns):
+        low, high = [0.0, 0.1, shift], [10.0, 10.0, shift + 2.0 * np.pi]
+        options = {"lower": [low], "upper": [high], "restarts": 16, "seed": seed}
+        start = [1.0, 1.0, 1.0 + shift]
+        every = fit(data, ["p1*sin(p2*x1 + p3)"], [start], all_starts=True, **options)
+        request, _ = prepared(data, ["p1*sin(p2*x1 + p3)"], [start], **options)
+        drawn = with_restarts(request, Scales(request.problem.batch, data, slice(0, 80)))
+        vectors = drawn.problem.batch.program_parameters(0) - [0.0, 0.0, shift]
+        found.append((vectors, every.loss[:, 0]))
+    np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-9)
+    same = np.isclose(found[0][1], found[1][1], rtol=1e-3, atol=1e-6)
+    assert same.mean() >= 0.8  # at a plateau a rounding error may decide
+    assert min(found[0][1].min(), found[1][1].min()) < 1e-6
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(-1e6, 1e6), st.floats(-3.0, 3.0), st.integers(0, 99))
+@example(0.0, np.log10(2.0 * np.pi), 0)
+def test_draws_cover_a_box_wherever_it_is(low, decades, seed):
+    high = low + 10.0**decades
+    bounds = {"lower": [[low] * 4], "upper": [[high] * 4], "restarts": 64, "seed": seed}
+    request, _ = prepared(DATA, ["sin(p1*x1 + p2)*x1^p3 + exp(x1 - p4)"], [[low] * 4], **bounds)
+    scales = Scales(request.problem.batch, DATA, slice(0, 60))
+    vectors = with_restarts(request, scales).problem.batch.program_parameters(0)[1:]
+    assert ((vectors >= low) & (vectors <= high)).all()
+    if high - low <= 2.0 * np.pi:
+        counts = np.histogram(vectors[:, 1], bins=8, range=(low, high))[0]
+        assert counts.min() >= 7  # a Latin hypercube has 8 of 64 in each eighth
+
+
+# -------------------------------------------------------------------------------- tiny starts
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("start", [0.0, 1e-20, 1e-140, 1e-160, -1e-160, 1e-200, 5e-324])
+def test_a_tiny_start_is_left_as_0_is(method, start):
+    data = Dataset.of(np.array([[1.0], [2.0]]), np.array([4.0, 8.0]), dtype="float64")
+    found = fit(data, ["p1^2*x1"], [[start]], method=method)
+    np.testing.assert_allclose(found.parameters[0], [2.0], rtol=1e-6)
+    assert found.success[0]
 
 
 # ------------------------------------------------------------------------ saddles and plateaus

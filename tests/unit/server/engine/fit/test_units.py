@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.engines.fits import fit
@@ -96,6 +96,21 @@ def test_other_factors_change_rounding_errors_only(method, loss, y, x1, x2):
         np.testing.assert_allclose(parameters, scaled, rtol=1e-3)
     power = {"mse": 2.0, "mae": 1.0}.get(loss, 1.5)
     np.testing.assert_allclose(second.loss[0] / y**power, first.loss[0], rtol=1e-2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=10, deadline=None)
+@given(st.floats(-150.0, 150.0), st.floats(-150.0, 150.0))
+@example(np.log10(2e-150), 0.0)
+@example(-150.0, 150.0)
+@example(150.0, -150.0)
+def test_a_law_is_found_in_any_units(method, y, x):
+    """Squares of 1e-150 and 1e150 are in the range of float64."""
+    column = np.array([1.0, 2.0, 3.0])
+    data = Dataset.of(10.0**x * column[:, None], 10.0**y * column, dtype="float64")
+    found = fit(data, ["p1*x1"], [[0.3 * 10.0 ** (y - x)]], method=method, max_iterations=100)
+    assert found.success[0]
+    np.testing.assert_allclose(found.parameters[0] / 10.0 ** (y - x), [1.0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("method", METHODS)
