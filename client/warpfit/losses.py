@@ -338,7 +338,12 @@ def close_losses(closing: Closing, sums: Floats, statistics: TargetStatistics) -
 def coefficients_of_determination(
     closing: Closing, losses: Floats, statistics: TargetStatistics
 ) -> Floats:
-    """Return R2 = 1 - SSE / SST (weighted) for losses of squared differences, of any shape."""
+    """Return R2 = 1 - SSE / SST (weighted) for losses of squared differences, of any shape.
+
+    Where the target does not vary, it is not defined: NaN.
+    """
+    if not statistics.variation > 0.0:
+        return np.full(np.shape(losses), np.nan)
     if closing is Closing.SCORE:
         return np.asarray(losses)
     with np.errstate(all="ignore"):

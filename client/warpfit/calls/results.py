@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import accumulate, islice, pairwise
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -234,8 +235,8 @@ class Fit(Shown):
     def band(
         self,
         X: Any,
-        expression: int = 0,
-        start: int = 0,
+        expression: int | None = None,
+        start: int | None = None,
         *,
         level: float = 0.95,
         prediction: bool = False,
@@ -248,14 +249,15 @@ class Fit(Shown):
 
         Args:
             X: rows [rows, variables], or a table with the columns of the data set.
-            expression: index of the expression.
-            start: index of the start, with ``all_starts``.
+            expression: index of the expression; None if there is one.
+            start: index of the start, with ``all_starts``; None if there is one.
             level: probability that the band covers the true value in a row.
             prediction: whether it is to cover a new measurement of weight 1 instead, whose variance
                 is added; needs ``evidence=True`` in `warpfit.Client.optimize`.
 
         Raises:
-            InvalidArgumentError: if covariance or evidence was not requested, or X does not fit.
+            InvalidArgumentError: if covariance or evidence was not requested, if X does not fit,
+                or if an index is missing or out of range.
         """
         if self.covariance is None:
             raise InvalidArgumentError(
@@ -266,6 +268,7 @@ class Fit(Shown):
             )
         if prediction and self.evidence is None:
             raise bad_setting("prediction", prediction, "False, or fit with evidence=True")
+        expression, start = self._place(expression, start)
         wanted = "a probability between 0 and 1"
         if not 0.0 < number(level, "level", wanted) < 1.0:
             raise bad_setting("level", level, wanted)
@@ -300,7 +303,16 @@ class Fit(Shown):
 
     @property
     def hint(self) -> str:
-        """Remedy for searches that have stalled or parameters that are not there, or empty."""
+        """Remedy for searches that could not begin or stalled, or missing parameters, or empty."""
+        begun = self.reason != Reason.NOT_FINITE
+        if not begun.all():
+            odd = int(begun.size - begun.sum())
+            what = "1 search" if odd == 1 else f"{odd} searches"
+            return (
+                f"{what} could not begin: where they start, the loss, derivatives or their squares "
+                "are not finite, or vanish. Give another start at which the expression is finite "
+                'in all rows, restarts=8, missing="drop", or other units'
+            )
         count = self.reason.ravel().tolist().count(Reason.STALLED)
         if not count:
             ends = np.cumsum(self.batch.parameter_counts)
@@ -315,8 +327,28 @@ class Fit(Shown):
             return f'{what}, for which float32 may be too coarse: upload with dtype="float64"'
         return f"{what} at a point that may be no minimum: try other starts, or fewer parameters"
 
-    def formula(self, expression: int = 0, start: int = 0) -> Program:
-        """Return an expression with its fitted parameters as constants, by the indices of both."""
+    def _place(self, expression: int | None, start: int | None) -> tuple[int, int]:
+        """Return the indices of an expression and a start; those of several have to be given."""
+        place = []
+        counts = len(self.batch), self.loss.shape[0] if self.loss.ndim == 2 else 1
+        for name, index, count in zip(("expression", "start"), (expression, start), counts):
+            if index is None and count == 1:
+                index = 0
+            if not isinstance(index, Integral) or not -count <= index < count:
+                what = f"one of {count} {name}s" if count > 1 else f"the only {name}, 0"
+                raise bad_setting(name, index, f"{what}: a whole number from 0 to {count - 1}")
+            place.append(int(index))
+        return place[0], place[1]
+
+    def formula(self, expression: int | None = None, start: int | None = None) -> Program:
+        """Return an expression with its fitted parameters as constants, by the indices of both.
+
+        An index may be left out where there is one expression, or one start.
+
+        Raises:
+            InvalidArgumentError: if an index is missing or out of range.
+        """
+        expression, start = self._place(expression, start)
         vector = self.parameters[expression]
         return self.batch.program(expression).bind(vector[start] if vector.ndim == 2 else vector)
 

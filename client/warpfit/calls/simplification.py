@@ -24,6 +24,7 @@ from warpfit.dataset.canonical import ranges
 from warpfit.display import Shown, TextTable
 from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.expressions.language import to_latex, to_text
+from warpfit.expressions.reference import evaluate_program
 from warpfit.formulas.snapping import SnapSettings, Trials, finite_median, snap
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
@@ -131,6 +132,16 @@ class SimplifyTask:
         own: FitOptions = {"loss": self._loss, "max_iterations": _ITERATIONS, "timeout": timeout}
         return own | common(self._options)  # type: ignore[no-any-return]
 
+    def _power(self) -> int:
+        """Return the power of small residuals that the loss grows with: 2 for smooth ones."""
+        if self._loss.closing is Closing.ROOT:
+            return 1
+        # Prediction, target and weight; the residuals are small, and exact at these places.
+        rows = np.array([[1.0, 1.0 + 2.0**-16, 1.0 + 2.0**-15], [1.0] * 3, [1.0] * 3])
+        least, near, far = evaluate_program(self._loss.row, rows)
+        with np.errstate(all="ignore"):
+            return 2 if (far - least) / (near - least) > 3.0 else 1
+
     def _settings(self) -> SnapSettings:
         wanted = "a part of the loss, such as 0.01, or 0"
         tolerance = number(self._options.get("tolerance", _TOLERANCE), "tolerance", wanted)
@@ -141,14 +152,13 @@ class SimplifyTask:
             raise bad_setting("snap", kind, "constants, numbers or False")
         layout = self._data.layout
         rounding = _ROUNDING * float(np.finfo(layout.dtype).eps)
-        is_squared = self._loss.is_squares and self._loss.closing is not Closing.ROOT
         sample = self._data.dataset.every(max(1, layout.rows // _SAMPLE)).astype(np.float64)
         if layout.has_weights and (sample[-1] > 0.0).any():
             sample = sample[:, sample[-1] > 0.0]
         low, high = ranges(self._data.dataset)
         return SnapSettings(
             tolerance=tolerance,
-            rounding=rounding**2 if is_squared else rounding,
+            rounding=rounding ** self._power(),
             assume_defined=bool(self._options.get("assume_defined")),
             numbers=kind or "",
             sample=sample[: layout.variables],

@@ -33,7 +33,7 @@ from warpfit.cli.table import (
 from warpfit.display import aligned
 from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.expressions.language import DIGITS, to_text
-from warpfit.fitting import Accuracy, Method
+from warpfit.fitting import Accuracy, Method, Reason
 from warpfit.parse import parse
 from warpfit.request import Loss, Precision, Tier
 from warpfit.transport.connection import add_flags, from_flags
@@ -427,6 +427,15 @@ def _fit(options: argparse.Namespace) -> None:
             standard_errors=as_function(loss).is_squares,
             rows=_rows_of(options, len(table.columns)),
             timeout=options.timeout,
+        )
+    if fit.reason[0] is Reason.NOT_FINITE:
+        at = ", ".join(f"p{number} = {value:.6g}" for number, value in enumerate(start, 1))
+        raise InvalidArgumentError(
+            f"the fit could not begin{at and ' at '}{at}: {options.loss} is "
+            f"{fit.initial_loss[0]:.8g} there, or derivatives or their squares are not finite, or "
+            "vanish",
+            "NOT_FINITE",
+            "Give --params a start at which the expression is finite in all rows, or change units",
         )
     print(to_text(fit.formula(), fit.names, DIGITS))
     print(f"{options.loss}  {fit.initial_loss[0]:.8g} -> {fit.loss[0]:.8g}")

@@ -157,7 +157,8 @@ def _begin(
         search.done = not math.isfinite(search.loss)
         if not search.done:
             search.allowed = search.loss + settings.tolerance * abs(search.loss)
-            search.allowed += floor if math.isfinite(floor) else 0.0
+            # A loss that is nothing but rounding errors is as good as any other one.
+            search.allowed = max(search.allowed, floor if math.isfinite(floor) else 0.0)
 
 
 def _choose(
