@@ -325,18 +325,23 @@ class Fit(Shown):
         what = "1 search has stalled" if count == 1 else f"{count} searches have stalled"
         if self.dtype == np.float32:
             return f'{what}, for which float32 may be too coarse: upload with dtype="float64"'
-        return f"{what} at a point that may be no minimum: try other starts, or fewer parameters"
+        return (
+            f"{what} at a point that may be no minimum: try other starts, fewer parameters, or, "
+            "where a column is far from 0, the powers of x1 - its mean, which keep their digits"
+        )
 
     def _place(self, expression: int | None, start: int | None) -> tuple[int, int]:
         """Return the indices of an expression and a start; those of several have to be given."""
         place = []
-        counts = len(self.batch), self.loss.shape[0] if self.loss.ndim == 2 else 1
-        for name, index, count in zip(("expression", "start"), (expression, start), counts):
-            if index is None and count == 1:
-                index = 0
+        starts = self.loss.shape[0] if self.loss.ndim == 2 else 1
+        for name, given, count in (
+            ("expression", expression, len(self.batch)),
+            ("start", start, starts),
+        ):
+            index = 0 if given is None and count == 1 else given
             if not isinstance(index, Integral) or not -count <= index < count:
-                what = f"one of {count} {name}s" if count > 1 else f"the only {name}, 0"
-                raise bad_setting(name, index, f"{what}: a whole number from 0 to {count - 1}")
+                several = f"a whole number from 0 to {count - 1}, because the fit has {count}"
+                raise bad_setting(name, given, several if count > 1 else "0, or leave it out")
             place.append(int(index))
         return place[0], place[1]
 

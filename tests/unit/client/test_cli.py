@@ -481,6 +481,14 @@ def test_fit_takes_a_loss_of_ones_own(capsys, data, address):
     assert "R2" not in out
 
 
+def test_a_fit_that_cannot_begin_is_an_error_with_its_remedy(capsys, data, address):
+    words = ["fit", data, "p1*exp(1000*x1) + p2", "--target", "y", "--address", address]
+    status, out, err = run(capsys, *words)
+    assert (status, out) == (2, "")
+    assert err.startswith("warpfit: error: the fit could not begin at p1 = 1, p2 = 1: mse is inf")
+    assert "--params" in err
+
+
 @pytest.mark.parametrize("number", ["-3e-5", "-1E5", "-.5e+3", "-2.", "-inf", "-nan"])
 def test_negative_numbers_are_values_and_no_flags(capsys, data, address, number):
     words = ["eval", data, "p1 + p2", "--params", "1", number, "--head", "1", "--address", address]

@@ -205,7 +205,7 @@ def test_bands_are_those_of_linear_regression(client, lines):
     spread = s2 * np.einsum("ri,ij,rj->r", A, inverse, A)
     quantile = stats.t.ppf(0.975, 38)
     for prediction, variance in ((False, 0.0), (True, s2)):
-        band = fit.band(x[:, None], prediction=prediction)
+        band = fit.band(x[:, None], 0, prediction=prediction)
         half = quantile * np.sqrt(variance + spread)
         np.testing.assert_allclose(band.high - band.values, half, rtol=1e-6)
     assert np.isnan(fit.band(x[:, None], 2).high).all()

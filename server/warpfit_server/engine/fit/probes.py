@@ -14,9 +14,9 @@ perturbed there, and most searches pay nothing.
 Parameters without effect are perturbed alone: to about their scale (`starts`), because plateaus are
 left by large steps; first to about a tenth of it where they are 0, because saddles are left by
 small ones. Where they have an effect at a perturbed point, and yet no perturbation leads on, the
-search has stalled: on a plateau no test of convergence says anything of them. The others move as far as changes the values by a tenth of the residuals. What is
-pseudo-random about it depends on the number of the parameter and of the perturbation, so that
-searches repeat.
+search has stalled: on a plateau no test of convergence says anything of them. The others move as
+far as changes the values by a tenth of the residuals. What is pseudo-random about it depends on the
+number of the parameter and of the perturbation, so that searches repeat.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ def test_a_fit_of_counts_that_ends_at_the_edge_of_its_domain_says_what_helps(cli
     assert fit.reason[0] is Reason.STALLED
     assert fit.hint == (
         "1 search has stalled at a point that may be no minimum: "
-        "try other starts, or fewer parameters"
+        "try other starts, fewer parameters, or, where a column is far from 0, the powers of x1 - "
+        "its mean, which keep their digits"
     )
     assert str(fit).endswith(fit.hint)
 

@@ -7,7 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import warpfit.testing
@@ -97,6 +97,31 @@ def test_noisy_data_allow_short_constants_up_to_the_tolerance(client, loss, dtyp
     assert (after <= 1.02 * before).all()
     assert max(map(len, found.programs)) <= 9
     assert "sin(b)" in str(found)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.sampled_from(["huber", "log_cosh", "mae", "quantile", "rmse", "mse", "abs(d)^1.5", "r2"]),
+    st.sampled_from([0.0, 0.01]),
+    st.floats(-3.0, 0.0),
+    st.integers(0, 10_000),
+)
+@example("huber", 0.01, -2.0, 2001)
+@example("rmse", 0.0, -2.0, 2001)
+@example("mae", 0.01, -3.0, 1)
+def test_the_tolerance_holds_in_float32(loss, tolerance, noise, seed):
+    """What is no more than rounding errors of the best constant's loss may be anything."""
+    rng = np.random.default_rng(seed)
+    x = rng.uniform(0.2, 3.0, (150, 3))
+    y = 1.7 * x[:, 0] * x[:, 1] + np.cos(x[:, 2]) + 10.0**noise * rng.normal(size=150)
+    with warpfit.testing.client() as client:
+        data = client.upload(x, y)
+        text = "1.69871*x1*x2 + cos(1.0012*x3)"
+        found = client.simplify(data, [text], loss=loss, tolerance=tolerance)
+    after, before = found.loss[0], found.initial_loss[0]
+    if loss == "r2":
+        after, before = 1.0 - after, 1.0 - before
+    assert after <= (1.0 + tolerance) * before * (1.0 + 1e-9)
 
 
 def test_formulas_without_a_loss_come_back_by_the_exact_rules_alone(client):
