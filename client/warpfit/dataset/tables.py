@@ -151,7 +151,15 @@ class FrameColumns:
         self.shape: tuple[int, int] = frame.shape
         # pandas numbers the columns of a frame that was made without names.
         labels = tuple(frame.columns)
-        self.names = labels if all(isinstance(label, str) for label in labels) else ()
+        others = [label for label in labels if not isinstance(label, str)]
+        if 0 < len(others) < len(labels):
+            raise InvalidArgumentError(
+                f"{name} has a column {others[0]!r}, which is no text, beside others with names",
+                "BAD_NAMES",
+                f"Make all labels texts, as by {name}.columns = {name}.columns.map(str)",
+                name,
+            )
+        self.names = () if others else labels
 
     def select(self, names: Sequence[str]) -> Columns:
         """Return the columns of these names."""

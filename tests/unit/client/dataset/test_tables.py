@@ -246,3 +246,13 @@ def test_without_pyarrow_the_error_names_the_extra(monkeypatch):
     assert "'.[arrow]'" in caught.value.remedy
     pandas = client_dataset(open_table(pd.DataFrame({"a": THREE})))
     assert pandas.layout.names == ("a",)
+
+
+@pytest.mark.parametrize("labels", [(0, "a"), ("a", 1.5), ("a", ("b", 1)), ("a", None)])
+def test_labels_of_frames_are_texts_or_none_is(labels):
+    """Names would else be lost in silence, and expressions with them."""
+    frame = pd.DataFrame([[1.0, 2.0]], columns=pd.Index(labels, dtype=object))
+    with pytest.raises(InvalidArgumentError, match="which is no text") as caught:
+        open_table(frame)
+    assert caught.value.reason == "BAD_NAMES"
+    assert open_table(pd.DataFrame([[1.0, 2.0]])).variables.names == ()
