@@ -348,7 +348,7 @@ def solve_step(
         The least pivot of the systems, relative to the diagonal; with the orthogonal factor see
         `_minimise_by_factor`.
     """
-    n, least = vector.shape[1], 1.0
+    n, least, pivot = vector.shape[1], 1.0, 1.0
     h, target, role = space.step[:n], space.target[:n], space.role[:n]
     for i in range(n):
         h[i] = 0.0
