@@ -332,7 +332,7 @@ class Fit(Shown):
 
     def _place(self, expression: int | None, start: int | None) -> tuple[int, int]:
         """Return the indices of an expression and a start; those of several have to be given."""
-        place = []
+        place: list[int] = []
         starts = self.loss.shape[0] if self.loss.ndim == 2 else 1
         for name, given, count in (
             ("expression", expression, len(self.batch)),
