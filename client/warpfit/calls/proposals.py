@@ -18,6 +18,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
 
 import numpy as np
+from numpy.typing import NDArray
 
 from warpfit.calls.arguments import build_fit, deadline_of, is_single, number
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
@@ -56,6 +57,8 @@ _MOST_CHARACTERS: Final = 10_000
 _MOST_PARAMETERS: Final = 500
 #: Skeletons that are fitted by one call of `optimize`; progress is told between them, too.
 _TOGETHER: Final = 256
+#: Part of the time that is left which a fit may take; the rest is for judging what it finds.
+_FITTED_TIME: Final = 0.8
 #: Most skeletons that a client remembers.
 _MOST_REMEMBERED: Final = 100_000
 
@@ -466,7 +469,6 @@ class ProposeTask:
     def _fit(self, candidates: list[_Candidate], done: int, total: int, report: Progress) -> None:
         """Fit skeletons together; one that a server refuses is answered by that, without others."""
         is_told = self._options.get("progress") is not None
-        has_evidence = self._loss.is_squares and self._data.has_numbers
         pending, ended = [candidates], 0
         while pending:
             part = pending.pop()
@@ -476,14 +478,14 @@ class ProposeTask:
                 report(done + begun + int(0.9 * share * own), total)
 
             try:
+                remaining = self._remaining()
                 fit = self._client.optimize(
                     self._data,
                     [program for _, program in part],
-                    evidence=has_evidence,
-                    terms=has_evidence,
                     rows=self._fitted_rows,
                     progress=tell if is_told else None,
-                    timeout=self._remaining(),
+                    partial=True,
+                    timeout=None if remaining is None else _FITTED_TIME * remaining,
                     **self._fits,
                 )
                 self._answer(part, fit)
@@ -498,28 +500,32 @@ class ProposeTask:
             ended += len(part)
 
     def _answer(self, candidates: list[_Candidate], fit: Fit) -> None:
-        """Fill in the answers to skeletons of one fit."""
+        """Fill in the answers to skeletons of one fit.
+
+        They are kept where the time or the server ends before they are judged.
+        """
         programs, unknown = [program for _, program in candidates], np.full(len(candidates), np.nan)
-        judged, parts = None, (self._fitted_rows, self._held_out_rows)
+        judged: Fit | None = None
+        late: WarpfitError | None = None
+        lengths: Floats = unknown
         left_out = np.zeros((2, len(candidates)), dtype=np.int64)
-        for place, rows in enumerate(parts if self._settings.missing is Missing.DROP else ()):
-            if rows[0] < rows[1]:
-                asked = {"reductions": True, "rows": rows}
-                shape = self._ask(programs, fit.parameters, **asked).reductions
-                assert shape is not None
-                left_out[place] = shape.non_finite
-        if self._is_judged:  # by a fit that moves nothing, which treats rows as the first one does
-            judged = self._client.optimize(
-                self._data,
-                programs,
-                fit.parameters,
-                fixed=True,
-                rows=self._held_out_rows,
-                standard_errors=False,
-                timeout=self._remaining(),
-                **self._fits | {"restarts": 0},
-            )
-        lengths = unknown if fit.evidence is None else self._description_lengths(fit)
+        try:
+            fit = self._with_evidence(programs, fit)
+            left_out = self._left_out(programs, fit)
+            if self._is_judged:  # by a fit that moves nothing, which treats rows as the first does
+                judged = self._client.optimize(
+                    self._data,
+                    programs,
+                    fit.parameters,
+                    fixed=True,
+                    rows=self._held_out_rows,
+                    standard_errors=False,
+                    timeout=self._remaining(),
+                    **self._fits | {"restarts": 0},
+                )
+            lengths = unknown if fit.evidence is None else self._description_lengths(fit)
+        except (DeadlineExceededError, UnavailableError) as error:
+            late = error
         out = unknown if judged is None else judged.loss
         r2 = unknown if fit.r2 is None else fit.r2
         out_r2 = unknown if judged is None or judged.r2 is None else judged.r2
@@ -541,6 +547,8 @@ class ProposeTask:
                                     "NaN or infinite there",)  # fmt: skip
             elif is_judged and not is_known[i]:
                 answer.warnings += ("the formula is NaN or infinite in rows that are held out",)
+            if late is not None:
+                answer.warnings += (f"fitted, but not judged: {late}",)
             if not is_fitted[i]:
                 which, remedy = "rows", ', or leave such rows out with missing="drop"'
                 if self._settings.missing is Missing.DROP:
@@ -564,6 +572,36 @@ class ProposeTask:
                 for name in _CRITERIA:
                     setattr(answer, name, float(getattr(known, name)[i]))
                 answer.description_length = float(lengths[i])
+
+        if late is not None:
+            raise late
+
+    def _with_evidence(self, programs: list[Program], fit: Fit) -> Fit:
+        """Return a fit that begins where one has ended, with evidence, where there is some."""
+        if not (self._loss.is_squares and self._data.has_numbers):
+            return fit
+        return self._client.optimize(
+            self._data,
+            programs,
+            fit.parameters,
+            evidence=True,
+            terms=True,
+            rows=self._fitted_rows,
+            timeout=self._remaining(),
+            **self._fits | {"restarts": 0},
+        )
+
+    def _left_out(self, programs: list[Program], fit: Fit) -> NDArray[np.int64]:
+        """Count the rows that are left out, of those fitted and those held out, [2, programs]."""
+        counts = np.zeros((2, len(programs)), dtype=np.int64)
+        parts = (self._fitted_rows, self._held_out_rows)
+        for place, rows in enumerate(parts if self._settings.missing is Missing.DROP else ()):
+            if rows[0] < rows[1]:
+                asked = {"reductions": True, "rows": rows}
+                shape = self._ask(programs, fit.parameters, **asked).reductions
+                assert shape is not None
+                counts[place] = shape.non_finite
+        return counts
 
     def _description_lengths(self, fit: Fit) -> Floats:
         """Return the description lengths of all rows by the formulas of a fit, [programs]."""

@@ -59,7 +59,7 @@ def test_answers_are_kept_when_the_time_is_over_or_the_server_is_lost(monkeypatc
     skeletons = ["p1*a +", "p1*a", "p1*b", "p1*a + p2", "p1*b + p2", "p1*nosuch"]
     errors = (DeadlineExceededError("late", "TIMEOUT"), UnavailableError("gone", "UNAVAILABLE"))
     for error in errors:
-        for fits in (0, 2, 3):  # each pair takes two: on its rows, and on those held out
+        for fits in range(5):  # each pair takes three: to fit, for evidence, and to be judged
             server = Ending(fits, error)
             with warpfit.testing.client(server) as client:
                 data = client.upload(*table(), names=NAMES, dtype="float64")
@@ -69,9 +69,14 @@ def test_answers_are_kept_when_the_time_is_over_or_the_server_is_lost(monkeypatc
                     continue
                 found = client.propose(data, skeletons, restarts=0)
             fitted = [answer.program is not None for answer in found]
-            assert fitted == [False, True, True, False, False, False]
+            assert fitted == [False, True, True, fits == 4, fits == 4, False]
             reasons = [getattr(answer.error, "reason", None) for answer in found]
-            own = error.reason
+            own = error.reason if fits < 4 else None
+            assert np.isfinite(found[1].loss)
+            assert np.isfinite(found[1].held_out_loss) == (fits >= 3)
+            unjudged = found[1] if fits < 3 else found[3]
+            said = any("fitted, but not judged" in warning for warning in unjudged.warnings)
+            assert said == (fits != 3)
             assert reasons == ["EXPECTED_OPERAND", None, None, own, own, "UNKNOWN_NAME"]
 
 
