@@ -342,7 +342,7 @@ class Fit(Shown):
             if not isinstance(index, Integral) or not -count <= index < count:
                 several = f"a whole number from 0 to {count - 1}, because the fit has {count}"
                 raise bad_setting(name, given, several if count > 1 else "0, or leave it out")
-            place.append(int(index))
+            place.append(int(index) % count)
         return place[0], place[1]
 
     def formula(self, expression: int | None = None, start: int | None = None) -> Program:
