@@ -37,7 +37,7 @@ def test_fits_show_formulas_r2_and_standard_errors(client):
     numbers = rf"\1 {re.escape(slope)}, \2 {re.escape(intercept)} +0\.9999\d+ +\S+ +\S+ +1 +\w+$"
     assert re.match(formula + numbers, lines[1])
     assert len({len(line) for line in lines}) == 1
-    residuals = data.dataset.target - client.evaluate(data, fit.formula())[:, 0]
+    residuals = data.dataset.target - client.evaluate(data, fit.formula(0))[:, 0]
     np.testing.assert_allclose(fit.r2[0], 1 - residuals.var() / data.dataset.target.var())
     page = fit._repr_html_()
     assert page.count("<tr>") == 4
