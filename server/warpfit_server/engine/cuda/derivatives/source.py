@@ -136,7 +136,7 @@ def fit_source() -> str:
             levenberg_marquardt.advance_one,
             *(linear_model.solve_step, linear_model.is_minimum, linear_model.is_exact),
             *(linear_model.find_roles, linear_model.promised_decrease, probes.begin_probe),
-            *(linear_model.steepest_cosine, triangles.factorise, triangles.are_usable),
+            *(linear_model.steepest_cosine, triangles.factorise, linear_model.are_usable),
         ],
     )
     return advance + "".join(defines) + template("fit.cu")
