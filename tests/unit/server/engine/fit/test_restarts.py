@@ -171,7 +171,7 @@ def test_a_box_of_phases_may_be_any_turn(turns, phase, seed):
         start = [1.0, 1.0, 1.0 + shift]
         every = fit(data, ["p1*sin(p2*x1 + p3)"], [start], all_starts=True, **options)
         request, _ = prepared(data, ["p1*sin(p2*x1 + p3)"], [start], **options)
-        drawn = with_restarts(request, Scales(request.problem.batch, data, slice(0, 80)))
+        drawn = with_restarts(request, Scales.of(request.problem.batch, data, slice(0, 80)))
         vectors = drawn.problem.batch.program_parameters(0) - [0.0, 0.0, shift]
         found.append((vectors, every.loss[:, 0]))
     np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-9)
@@ -187,7 +187,7 @@ def test_draws_cover_a_box_wherever_it_is(low, decades, seed):
     high = low + 10.0**decades
     bounds = {"lower": [[low] * 4], "upper": [[high] * 4], "restarts": 64, "seed": seed}
     request, _ = prepared(DATA, ["sin(p1*x1 + p2)*x1^p3 + exp(x1 - p4)"], [[low] * 4], **bounds)
-    scales = Scales(request.problem.batch, DATA, slice(0, 60))
+    scales = Scales.of(request.problem.batch, DATA, slice(0, 60))
     vectors = with_restarts(request, scales).problem.batch.program_parameters(0)[1:]
     assert ((vectors >= low) & (vectors <= high)).all()
     if high - low <= 2.0 * np.pi:
