@@ -69,7 +69,7 @@ class SearchReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a formula f has to keep to; operators by their names."""
+    """The rules for a formula f. Operators are given by their names."""
 
     max_size: int = 25
     """Greatest size: the sum of the complexities of the tokens of f."""
@@ -376,7 +376,7 @@ class SearchProgress:
     restarts: int = 0
     """Islands that were given up without progress and begun anew."""
     reason: SearchReason | None = None
-    """None while the search goes on."""
+    """Why the search ended; None while it goes on."""
 
 
 # --------------------------------------------------------------------------------- checks of values

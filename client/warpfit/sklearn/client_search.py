@@ -53,7 +53,7 @@ _ARGUMENTS: Final = 0.4
 
 @dataclass(frozen=True, slots=True)
 class SearchTask:
-    """What to look for, in which rows, and for how long."""
+    """The task of a search: its rows, its rules and its limits."""
 
     client: Client
     training: TrainingData
@@ -104,7 +104,7 @@ class Candidates:
 
 @dataclass(slots=True)
 class Found:
-    """What a search has found, while it runs and behind its end."""
+    """The formulas that a search has found so far, or at its end."""
 
     search: Search
     task: SearchTask

@@ -348,7 +348,7 @@ def writing(names: Sequence[str]) -> Callable[[Genomes], Mask]:
 
 @dataclass(frozen=True)
 class FormulaRules:
-    """What a user has ruled about formulas: operators, sizes, constraints, units and a template."""
+    """The rules of a user for formulas: operators, sizes, constraints, units and a template."""
 
     form: Form
     operators: tuple[str, ...]

@@ -191,7 +191,7 @@ class Selection:
 
     @cached_property
     def _deviance_of_scale(self) -> float:
-        """What `deviance` leaves out of -2 log L for losses of squares; 0 for other losses."""
+        """Return the part of -2 log L that `deviance` leaves out for losses of squares; else 0."""
         divisor, rows = self.statistics.divisor(self.loss.closing), self.amount()
         if not (self.loss.is_squares and divisor > 0.0):
             return 0.0

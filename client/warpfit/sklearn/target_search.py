@@ -234,7 +234,7 @@ class TargetSearch:
     guesses: Sequence[Program] = ()
     """Formulas of the user, which are among the equations unless better ones take their place."""
     rules: FormulaRules = field(init=False)
-    """What a formula has to keep to."""
+    """The rules for each formula."""
     selection: Selection = field(init=False)
     """Computes description lengths and predictive lengths of the formulas."""
     constant: Program = field(init=False)
@@ -249,7 +249,7 @@ class TargetSearch:
     reason: str = ""
     """Why the search ended, as `SymbolicRegressor.reason_`."""
     undone: list[str] = field(default_factory=list)
-    """What there was no time for, as sentences."""
+    """Sentences that say for what there was no time."""
     formulas: Genomes = field(default_factory=lambda: Genomes.of([]))
     """All formulas of the search, best first."""
     parts: list[DatasetHandle] = field(default_factory=list)
