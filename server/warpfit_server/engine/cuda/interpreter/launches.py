@@ -345,13 +345,18 @@ def lower(
     status = status or record(driver, stream, started)
     if apart != 0:
         status = status or _join_parts(driver, stream, kernel, batch, parts[: len(places)])
-    return status or lower_resident(driver, stream, kernels, batch)
+    return status or _lower_uploaded(driver, stream, kernel, batch)
 
 
 @_compiled  # type: ignore[untyped-decorator]
 def lower_resident(driver: NDArray[np.void], stream: int, kernels: Any, batch: NDArray[Any]) -> int:
     """Lower a batch that is on the device, and compute its row-invariant subtrees; as `lower`."""
-    kernel, one = kernels[0], batch[0]
+    return int(_lower_uploaded(driver, stream, kernels[0], batch))
+
+
+@inlined
+def _lower_uploaded(driver: Any, stream: int, kernel: Any, batch: Any) -> int:
+    one = batch[0]
     status = launch_lowering(driver, stream, kernel, batch)
     status = status or launch_order(driver, stream, kernel, batch)
     width, height = _SLOT_THREADS

@@ -63,7 +63,7 @@ _FORMULAS: Final = 1 << 17
 _ISLAND: Final = 512
 #: Generations between two rounds of fits, first steps for pairs, and rounds of fits between later
 #: ones. Pairs are weighed by the host, for which the device waits.
-_SCHEDULE: Final = (8, 2, 60)
+_SCHEDULE: Final = (24, 2, 20)
 #: Formulas of a chunk, which takes less than a millisecond.
 _CHUNK: Final = 1 << 16
 #: Formulas whose work is given to the device before the host waits for it: some 2 ms.
