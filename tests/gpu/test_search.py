@@ -1,4 +1,4 @@
-"""Searches on a device: the same search for the same seed, rules in every row, laws that are found."""
+"""Searches on a device: a seed gives one search, rules hold in every row, and laws are found."""
 
 from __future__ import annotations
 
