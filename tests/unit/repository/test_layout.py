@@ -35,7 +35,7 @@ ORDERS = {
         *("engine", "rpc", "processes"),
     ],
     "warpfit_server.engine": [
-        *("native", "sum_tree", "lowering", "interface", "lowering_cache", "evaluation"),
+        *("native", "interface", "sum_tree", "lowering", "lowering_cache", "evaluation"),
         *(
             "autodiff",
             "requested_outputs",

@@ -141,7 +141,7 @@ def test_errors_of_the_server_point_into_the_expression(client, call):
         getattr(client, call)(data, ["age", "sin(age) + 2*p2"], [[], [1.0]], loss="mse")
     assert caught.value.reason == "PARAMETER_OUT_OF_RANGE"
     *_, text, caret = str(caught.value).splitlines()
-    assert text.strip() == "sin(age) + 2 * p2"
+    assert text.strip() == "sin(age) + 2*p2"
     assert text.index("p2") == caret.index("^")
     with pytest.raises(ProgramError, match=r"x3\n +\^") as caught:
         getattr(client, call)(data, "age * x3", [], loss="mse")
