@@ -283,7 +283,9 @@ def _inspect(
     for i in range(n):
         column = math.sqrt(curvature[i * (i + 1) // 2 + i])
         moves = vector[FREE, i] != 0.0 and vector[LOWER, i] < vector[UPPER, i]
-        moves = moves and has_effect(vector, X, i, column, vector[SLOPE, i], squares)
+        # Of other losses the derivatives have other units than the values.
+        if limits.squares:
+            moves = moves and has_effect(vector, X, i, column, vector[SLOPE, i], squares)
         vector[WIDTH, i] = column if moves else 0.0
     moving = np.empty(n, dtype=np.bool_)
     find_moving(vector, X, vector[SLOPE], moving)
