@@ -43,7 +43,8 @@ _RECORD_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.py_object, _WORD)
 
 def install(patch: pytest.MonkeyPatch) -> None:
     """Have `CudaEngine` use the host for a device until ``patch`` is undone."""
-    patch.setattr(device, "_import_cupy", lambda: SimpleNamespace(cuda=_cuda(), ndarray=_Array))
+    cupy = SimpleNamespace(cuda=_cuda(), ndarray=_Array, matmul=_matmul)
+    patch.setattr(device, "_import_cupy", lambda: cupy)
     patch.setattr(device, "driver_functions", _driver_functions)
     patch.setattr(CudaSource, "load", lambda source, _: _Module(source.source))
     patch.setattr(CompiledTier, "supports", lambda *_: False)
@@ -166,6 +167,24 @@ class _Array:
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, memptr: _Memory) -> None:
         self.shape, self.dtype, self.data = shape, np.dtype(dtype), memptr
+        self.is_transposed = False
+
+    @property
+    def T(self) -> _Array:  # noqa: N802
+        turned = _Array(self.shape, self.dtype, self.data)
+        turned.is_transposed = True
+        return turned
+
+    def on_host(self) -> NDArray[Any]:
+        """Return the same numbers as an array of the host."""
+        size = int(np.prod(self.shape)) * self.dtype.itemsize
+        numbers = np.frombuffer((ctypes.c_char * size).from_address(self.data.ptr), self.dtype)
+        own = numbers.reshape(self.shape)
+        return own.T if self.is_transposed else own
+
+
+def _matmul(left: _Array, right: _Array, out: _Array) -> None:
+    np.matmul(left.on_host(), right.on_host(), out=out.on_host())
 
 
 class _Stream:
@@ -174,6 +193,12 @@ class _Stream:
     def __init__(self, **_: Any) -> None:
         self.ptr = id(self)
         self.is_recorded = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def synchronize(self) -> None:
         pass

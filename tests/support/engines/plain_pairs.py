@@ -22,6 +22,8 @@ def plain_errors(
 ) -> Floats:
     """Return the error of each pair; infinite for what hardly varies beside the others.
 
+    It is infinite, too, if u alone explains the target.
+
     Args:
         target: [rows].
         weights: [rows], with sum 1.
@@ -37,6 +39,10 @@ def plain_errors(
         # Columns of length 1, so that `lstsq` leaves out what is a rounding error of the others.
         design = np.array(basis).T * roots[:, None]
         design = design / np.linalg.norm(design, axis=0)
+        rest = target * roots
+        rest = rest - design @ np.linalg.lstsq(design, rest, rcond=1e-7)[0]
+        if rest @ rest <= 1e-12:
+            continue
         for j, v in enumerate(right.astype(float)):
             f = (u * v if is_product else v) * roots
             alone = f - design @ np.linalg.lstsq(design, f, rcond=1e-7)[0]

@@ -22,13 +22,20 @@ from numba import types
 
 from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.search.weighing import LEAST_VARIATION, Fit, Floats, Indices, Singles
+from warpfit_server.engine.search.weighing import (
+    LEAST_REST,
+    LEAST_VARIATION,
+    Fit,
+    Floats,
+    Indices,
+    Singles,
+)
 
 #: Relative rounding errors of f.f and f.r in float32, for vectors of length 1; and the part of the
 #: bound by which pairs may miss it, so that the second one hardly matters.
-_ROUNDING: Final = 4e-6
-_PRODUCT_ROUNDING: Final = 2e-6
-_MISS: Final = 1e-3
+ROUNDING: Final = 4e-6
+PRODUCT_ROUNDING: Final = 2e-6
+MISS: Final = 1e-3
 #: Formulas of a tile: left and right.
 _LEFT_TILE: Final = 256
 _RIGHT_TILE: Final = 512
@@ -123,8 +130,8 @@ def _closest(
     That is the largest (f.r)^2 - (rest - bound) f.f, and what float32 may have taken from it.
     """
     closest, smallest = np.float32(-1.0), np.float32(LEAST_VARIATION / 2)
-    need, miss = max(rest - bound, 0.0), rest * _PRODUCT_ROUNDING**2 / _MISS
-    needed, tolerance = np.float32(need * (1.0 - _MISS)), np.float32(need * _ROUNDING + miss)
+    need, miss = max(rest - bound, 0.0), rest * PRODUCT_ROUNDING**2 / MISS
+    needed, tolerance = np.float32(need * (1.0 - MISS)), np.float32(need * ROUNDING + miss)
     for j in range(first, stop):
         variance = spreads[side, j]
         for k in range(1, len(products)):
@@ -177,6 +184,8 @@ def weigh_tile(
     width = products.shape[2]
     for i in range(products.shape[1]):
         side = min(i, len(squares) - 1)
+        if not rest[i] > LEAST_REST:
+            continue
         for first in range(0, width, _LOOK):
             stop, least = min(first + _LOOK, width), min(errors[0], bound[0])
             if _closest(products, squares, spreads, i, side, first, stop, rest[i], least) < 0.0:
@@ -193,8 +202,69 @@ def weigh_tile(
         bound[0] = min(bound[0], errors[0])
 
 
+@_compiled  # type: ignore[untyped-decorator]
+def keep_pairs(
+    left: Any,
+    right: Any,
+    is_product: bool,
+    beside: bool,
+    roots: Any,
+    known: Any,
+    target: Any,
+    ones: Any,
+    others: Any,
+    names: Any,
+    errors: Any,
+    ids: Any,
+    memory: Any,
+) -> None:
+    """Fit some pairs, and keep the best.
+
+    Args:
+        left: values of left formulas, float32 [left, rows].
+        right: values of right formulas.
+        is_product: as in `Fit`.
+        beside: as in `Fit`.
+        roots: as in `Fit`.
+        known: as in `Fit`.
+        target: as in `Fit`.
+        ones: the left formula of each pair, [pairs]; pairs of one follow one another.
+        others: the right formula of each pair.
+        names: numbers of the pairs, as in `weigh_tile`.
+        errors: as in `weigh_tile`.
+        ids: as in `weigh_tile`.
+        memory: of three rows.
+    """
+    f, own, rest = memory[0], memory[1], memory[2]
+    rows = len(roots)
+    for pair in range(len(ones)):
+        i = ones[pair]
+        if pair == 0 or i != ones[pair - 1]:
+            before, after, along = 0.0, 0.0, 0.0
+            for row in range(rows):
+                own[row] = left[i, row] * roots[row]
+                before += own[row] * own[row]
+            for k in range(2 * len(known)):
+                part, basis = 0.0, known[k % len(known)]
+                for row in range(rows):
+                    part += own[row] * basis[row]
+                for row in range(rows):
+                    own[row] -= part * basis[row]
+            for row in range(rows):
+                after += own[row] * own[row]
+            sound = (beside or not is_product) and after > LEAST_VARIATION * before
+            for row in range(rows):
+                own[row] = own[row] / np.sqrt(after) if sound else 0.0
+                along += own[row] * target[row]
+            for row in range(rows):
+                rest[row] = target[row] - along * own[row]
+        error = fitted_error(left[i], right[others[pair]], is_product, roots, known, own, rest, f)
+        if error < np.inf:
+            _push(errors, ids, error, names[pair])
+
+
 def load() -> None:
-    """Load the compiled function, or compile it."""
+    """Load the compiled functions, or compile them."""
     double, single, flat = types.float64[:, ::1], types.float32[:, ::1], types.float64[::1]
     numba_cache.load(
         weigh_tile,
@@ -203,6 +273,85 @@ def load() -> None:
             *(flat, double, double, double, types.int64[::1], flat, flat, types.int64[::1], flat),
         ),
     )
+    numbers = types.int64[::1]
+    numba_cache.load(
+        keep_pairs,
+        types.void(
+            *(single, single, types.boolean, types.boolean, flat, double, flat),
+            *(numbers, numbers, numbers, flat, numbers, double),
+        ),
+    )
+
+
+class Best:
+    """The best of the pairs that are added to it.
+
+    Args:
+        fit: what pairs are fitted to.
+        left: values of the left formulas, float32 [left, rows].
+        total: number of right formulas.
+        count: of pairs to keep.
+    """
+
+    def __init__(self, fit: Fit, left: Singles, total: int, count: int) -> None:
+        self._fit, self._left, self._total = fit, left, total
+        self._errors, self._ids = np.full(count, np.inf), np.full(count, -1)
+
+    def __len__(self) -> int:
+        """Return how many pairs are kept."""
+        return len(self._errors)
+
+    @property
+    def bound(self) -> float:
+        """The largest error of a pair that is kept; infinite as long as there is room for more."""
+        return float(self._errors[0])
+
+    def add(self, right: Singles, first: int, ones: Indices, others: Indices) -> None:
+        """Fit pairs and keep the best.
+
+        Args:
+            right: values of some right formulas, which follow one another.
+            first: number of the first of these.
+            ones: the left formula of each pair; pairs of one follow one another.
+            others: the right formula of each pair, a place in ``right``.
+        """
+        self._keep(
+            right, ones, others, ones * self._total + first + others, self._errors, self._ids
+        )
+
+    def bound_of(self, right: Singles, ones: Indices, others: Indices) -> float:
+        """Return what the bound would be, at most, if pairs were added; they are not."""
+        errors, ids = np.full(len(self), np.inf), np.full(len(self), -1)
+        self._keep(right, ones, others, np.arange(len(ones)), errors, ids)
+        return float(errors[0])
+
+    def sorted(self) -> tuple[Floats, Indices, Indices]:
+        """Return the result of `Weigher.best`."""
+        return sorted_pairs(self._errors, self._ids, len(self), self._total)
+
+    def _keep(
+        self,
+        right: Singles,
+        ones: Indices,
+        others: Indices,
+        names: Indices,
+        errors: Floats,
+        ids: Indices,
+    ) -> None:
+        fit, memory = self._fit, np.empty((3, len(self._fit.roots)))
+        keep_pairs(
+            *(self._left, right, fit.is_product, fit.beside, fit.roots, fit.known, fit.target),
+            *(ones, others, names, errors, ids, memory),
+        )
+
+
+def sorted_pairs(
+    errors: Floats, ids: Indices, count: int, total: int
+) -> tuple[Floats, Indices, Indices]:
+    """Return the least errors in ascending order, and the places of their pairs."""
+    order = np.lexsort((ids, errors))[:count]
+    order = order[np.isfinite(errors[order])]
+    return (errors[order], *np.divmod(ids[order], max(total, 1)))
 
 
 # ------------------------------------------------------------------------------------- on the CPU
@@ -275,6 +424,4 @@ class CpuWeigher:
                 pass
             yield None
         errors, ids = (np.concatenate(arrays) for arrays in zip(*tops, strict=True))
-        order = np.lexsort((ids, errors))[:count]
-        order = order[np.isfinite(errors[order])]
-        return (errors[order], *np.divmod(ids[order], max(total, 1)))
+        return sorted_pairs(errors, ids, count, total)

@@ -34,6 +34,9 @@ Indices: TypeAlias = NDArray[np.int64]
 #: A formula whose variance beside what is fitted with it is below this part of its mean square is
 #: left out: it is a rounding error of a constant.
 LEAST_VARIATION: Final = 1e-4
+#: Error with which a formula u explains a target of variance 1, so that its pairs are left out:
+#: values are rounded to float32.
+LEAST_REST: Final = 1e-12
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,6 +25,8 @@ from warpfit_server.engine.cuda.interpreter.source import (
 )
 from warpfit_server.engine.cuda.jit.graph import graph_source
 from warpfit_server.engine.cuda.runtime.driver_calls import argument_type
+from warpfit_server.engine.cuda.search import pairs
+from warpfit_server.engine.cuda.search.pairs import pairs_source
 from warpfit_server.engine.interface import Arithmetic
 
 FAST = Variant(Arithmetic.FAST, 4)
@@ -55,6 +57,7 @@ def test_kernels_assemble(architecture):
     sources = [
         (lowering_source(), ("lower_programs", "order_programs")),
         (graph_source(), ("sum_partials", "copy_inputs")),
+        (pairs_source(architecture in (80, 90, 100)), pairs.KERNELS),
     ]
     if architecture in INTERPRETED:
         kernels = ("interpret", "evaluate_slots", "sum_partials")
@@ -82,6 +85,7 @@ STRUCTS = [
     ("derivatives/derivatives.cu", "Program", PROGRAM),
     ("derivatives/fit.cu", "FitArguments", fits.FIT_ARGUMENTS),
     ("derivatives/statistics.cu", "StatisticsArguments", derivatives.STATISTICS_ARGUMENTS),
+    ("search/pairs.cu", "Pairs", pairs.PAIRS),
 ]
 
 
