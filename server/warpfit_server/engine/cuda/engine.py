@@ -123,6 +123,7 @@ class CudaEngine:
         self._planner.submit(self._derivatives.result)
         self._warming = BACKGROUND.submit(self._warm_up_compiled)
         self._search_code: Future[None] | None = None
+        self._pairs_code: Future[None] | None = None
 
     def device(self) -> Device:
         """Describe the device."""
@@ -253,15 +254,16 @@ class CudaEngine:
     ) -> Steps[SearchProgress]:
         """Search for formulas; see `interface.Engine`."""
         # Imported on first use, because importing it delays the start of the server.
-        from warpfit_server.engine.cpu.pairs import CpuWeigher
-        from warpfit_server.engine.cuda.search import colony
+        from warpfit_server.engine.cuda.search import colony, pairs
         from warpfit_server.engine.search.driver import search
 
         self._device.use()
         variants = {4: Variant.of(Arithmetic.FAST, 64), 8: Variant.of(Arithmetic.DOUBLE, 32)}
         if self._search_code is None:
             self._search_code = BACKGROUND.submit(colony.load)
+            self._pairs_code = BACKGROUND.submit(pairs.load, self._device)
         yield self._search_code
+        yield self._pairs_code
 
         def new_colony(*given: Any) -> Colony:
             screening = given[2]
@@ -269,8 +271,8 @@ class CudaEngine:
             resident = self._resident(screening.dataset_id)
             return colony.CudaColony(self._device, kernels, resident, cancelled, *given)
 
-        def new_weigher() -> CpuWeigher:
-            return CpuWeigher(self.threads)
+        def new_weigher() -> pairs.CudaWeigher:
+            return pairs.CudaWeigher(self._device)
 
         try:
             return (
