@@ -21,7 +21,7 @@ from warpfit.calls.arguments import (
     shows_keywords,
 )
 from warpfit.calls.dataset_handle import DatasetHandle
-from warpfit.client import Client, connect
+from warpfit.client import Client, connect, not_made_so
 from warpfit.errors import DeadlineExceededError
 from warpfit.transport.call import RENEWED_IN_CHILD, Cancellation
 
@@ -88,6 +88,8 @@ class AsyncClient:
 
     def __init__(self, client: Client) -> None:
         """Use `warpfit.connect_async`, or `warpfit.testing.async_client` without a server."""
+        if not isinstance(client, Client):
+            raise not_made_so(client, "AsyncClient", "connect_async")
         self._client = client
         self.after_fork()
         RENEWED_IN_CHILD.add(self)

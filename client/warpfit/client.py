@@ -99,6 +99,8 @@ class Client:
         tried: TriedSkeletons | None = None,
     ) -> None:
         """Use `warpfit.connect`, or `warpfit.testing.client` for one without a server."""
+        if not isinstance(failover, Failover):
+            raise not_made_so(failover, "Client", "connect")
         self._failover = failover
         self._batches = batches or PopulationCache()
         self._limits = limits or KnownLimits()
@@ -629,6 +631,17 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def not_made_so(given: Any, name: str, function: str) -> InvalidArgumentError:
+    """Return the error for a client that is made of something else than a connection."""
+    shown = repr(given) if isinstance(given, str) else type(given).__name__
+    return InvalidArgumentError(
+        f"{name} is not made of {shown}",
+        "BAD_CLIENT",
+        f"Use warpfit.{function}({shown if isinstance(given, str) else '...'})",
+        "client",
+    )
 
 
 def connect(

@@ -385,15 +385,22 @@ class Population(Sequence[Program]):
         """Join programs; raise InvalidArgumentError for anything but a `Program`."""
         if isinstance(programs, Population):
             return Population(programs.codes, programs.values, programs.lengths)
+        try:
+            given: Sequence[Program] | None = list(programs)
+        except TypeError:  # of one program, an array without axes, a number
+            given = None
         # Few types of many programs: checking each one takes longer than all that follows.
-        if not all(issubclass(kind, Program) for kind in set(map(type, programs))):
+        if given is None or not all(issubclass(kind, Program) for kind in set(map(type, given))):
             raise InvalidArgumentError(
-                "a population is made of Programs",
+                f"a population is a list of Programs, and this is {type(programs).__name__}"
+                if given is None
+                else "a population is made of Programs",
                 "NOT_PROGRAMS",
-                "Convert texts, trees and the like with warpfit.frontends.as_population",
+                "Write a single one as [program]. Convert texts, trees and the like with "
+                "warpfit.frontends.as_population",
                 "programs",
             )
-        return Population.joining(programs)
+        return Population.joining(given)
 
     @staticmethod
     def joining(programs: Sequence[Program]) -> Population:
@@ -542,8 +549,8 @@ class Batch(Population):
             InvalidArgumentError: if there are no programs, if the number of parameter entries is
                 not the number of programs, or if K differs between programs.
         """
-        vectors = ParameterVectors.of(len(programs), parameters)
-        return cls.joined(Population.of(programs), vectors)
+        population = Population.of(programs)
+        return cls.joined(population, ParameterVectors.of(len(population), parameters))
 
     @classmethod
     def joined(cls, programs: Population, vectors: ParameterVectors) -> Batch:

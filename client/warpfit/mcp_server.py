@@ -231,7 +231,7 @@ def table_of(data: Data, content: io.BytesIO | None, most_bytes: int) -> Table:
     options = Namespace(
         file=data.path or "the data", columns=None, decimal=None,
         target=data.target, weights=data.weights, ignore=data.ignore,
-        missing="drop" if data.missing == "drop" else "error",
+        missing=data.missing,
     )  # fmt: skip
     if content is not None:
         return table_of_file(options, content)

@@ -172,9 +172,10 @@ def add_table_flags(parser: argparse.ArgumentParser, *, needs_target: bool) -> N
     add("--weights", metavar="COLUMN", help="column with the weights of the rows")
     add(
         "--missing",
-        choices=("error", "drop"),
-        default="error",
-        help="cells without a value: refuse them, or leave their rows out (default: error)",
+        type=lambda word: "refuse" if word == "error" else word,  # the word of older versions
+        choices=("refuse", "drop"),
+        default="refuse",
+        help="cells without a value: refuse them, or leave their rows out (default: refuse)",
     )
     add(
         "--encoding",
@@ -404,7 +405,7 @@ def _read_csv(text: io.TextIOWrapper, file: str, options: argparse.Namespace) ->
                     has_numbers = any(map(_is_number, row)) or len(places) > 0 or numbered
                     raise _bad_cell(cell, *place, has_commas, has_numbers) from None
                 value = math.nan
-                if options.missing == "error":
+                if options.missing == "refuse":
                     raise InvalidArgumentError(
                         f"{file}, line {line}, column {index + 1} ({names[index]}): there is no "
                         "value",
@@ -579,7 +580,7 @@ def _read_parquet(raw: IO[bytes], file: str, options: argparse.Namespace) -> Tab
                 f"Leave the column out: --ignore {name}",
             )
         empty = values.is_null().to_numpy()
-        if options.missing == "error" and empty.any():
+        if options.missing == "refuse" and empty.any():
             raise InvalidArgumentError(
                 f"{file}, row {int(empty.argmax()) + 1}, column {index + 1} ({name}): there is no "
                 "value",

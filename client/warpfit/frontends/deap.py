@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import InvalidArgumentError, list_of_texts
+from warpfit.errors import InvalidArgumentError, bad_setting, list_of_texts
 from warpfit.expressions.real_numbers import real_numbers
 from warpfit.frontends.prefix import Node, PrefixTrees, operator_node
 from warpfit.ir import Population, Program
@@ -112,6 +112,8 @@ class Evaluator:
             rows: slice or (start, stop) of the rows to score on; None for all.
             operators: operator for each primitive that is not known by its name.
         """
+        if not hasattr(client, "evaluate"):
+            raise bad_setting("client", client, "what warpfit.connect returned")
         self.client = client
         self.data = data
         self.pset = pset

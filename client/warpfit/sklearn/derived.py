@@ -6,6 +6,7 @@ scikit-learn's meta-estimators do.
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, Final, Self
 
 import numpy as np
@@ -21,6 +22,7 @@ from warpfit.expressions.real_numbers import require_order
 from warpfit.ir import Program
 from warpfit.losses import LossFunction
 from warpfit.sklearn.estimator import Floats, unchanged_by_failure
+from warpfit.sklearn.keywords import OF_OTHER_ESTIMATORS, explains_keywords
 from warpfit.sklearn.regressor import SymbolicRegressor
 
 #: Log loss of a target of 0 and 1 by the logarithm of the odds, written so that it overflows
@@ -32,6 +34,11 @@ _MOST_ODDS: Final = 700.0
 _CONSTANT: Final = 1e-9
 #: Features that are correlated more than this are one.
 _SAME: Final = 0.99
+#: Where keywords of a search belong.
+_OF_SEARCH: Final = dict.fromkeys(
+    [*signature(SymbolicRegressor).parameters, *OF_OTHER_ESTIMATORS],
+    "the setting into search=SymbolicRegressor(...)",
+)
 
 
 class SymbolicClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -54,6 +61,7 @@ class SymbolicClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     """
 
+    @explains_keywords(_OF_SEARCH)
     def __init__(self, search: SymbolicRegressor | None = None, random_state: Any = None) -> None:
         self.search = search
         self.random_state = random_state
@@ -147,6 +155,7 @@ class SymbolicTransformer(TransformerMixin, BaseEstimator):  # type: ignore[misc
 
     """
 
+    @explains_keywords(_OF_SEARCH)
     def __init__(
         self,
         search: SymbolicRegressor | None = None,

@@ -50,6 +50,7 @@ from warpfit.sklearn.estimator import (
 from warpfit.sklearn.forms import Form
 from warpfit.sklearn.genomes import Genomes, joined, macros_of, recoded
 from warpfit.sklearn.groups import GroupedClient, GroupTable, check_sizes, encoded, values_of
+from warpfit.sklearn.keywords import OF_OTHER_ESTIMATORS, OF_OTHER_FITS, explains_keywords
 from warpfit.sklearn.search import INTERRUPTIONS, Terminated
 from warpfit.sklearn.target_search import Progress, TargetSearch, load
 from warpfit.sklearn.templates import GroupedForm, Template, TemplateForm
@@ -264,6 +265,7 @@ class SymbolicRegressor(FormulaRegressor):
 
     reason_: str
 
+    @explains_keywords(OF_OTHER_ESTIMATORS)
     def __init__(
         self,
         *,
@@ -462,7 +464,7 @@ class SymbolicRegressor(FormulaRegressor):
         return eq.plot_fit(np.asarray(y), self.predict(X, index), ax)
 
     @property
-    def equations_(self) -> Any:
+    def equations_(self) -> eq.EquationTable | list[eq.EquationTable]:
         """The equations as a table; one for each target."""
         check_is_fitted(self)
         linear = [[each.is_linear_regression for each in front] for front in self._fronts]
@@ -488,7 +490,7 @@ class SymbolicRegressor(FormulaRegressor):
         return found[0] if isinstance(self.program_, Program) else found
 
     @property
-    def constants_(self) -> Any:
+    def constants_(self) -> GroupTable | list[GroupTable]:
         """Constants of the chosen formula by group; one table for each target."""
         check_is_fitted(self)
         tables = [self._constants(output) for output in range(len(self._fronts))]
@@ -698,6 +700,7 @@ class SymbolicRegressor(FormulaRegressor):
         rows, target = training.rows / np.array(units), training.target / unit
         return training._replace(rows=rows, target=target, unit=unit, variable_units=units)
 
+    @explains_keywords(OF_OTHER_FITS)
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """Find the formula, on the server at ``address`` or on one that is started for it.
 

@@ -368,6 +368,8 @@ def test_delimiters_blank_lines_and_spaces(tmp_path, delimiter, bom, end):
         ("t (s; local),a\n1,2\n", "", "t@(s;@local) a", [[1, 2]]),
         ("a,b\n1,\n2,NA\n3,nan\n,\n4,5\n", "--missing drop", "a b", [[4, 5]]),
         ("a,b\n1,\n4,5\n", "--missing drop --columns a", "a", [[1], [4]]),
+        ("a,b\n1,2\n", "--missing refuse", "a b", [[1, 2]]),
+        ("a,b\n1,2\n", "--missing error", "a b", [[1, 2]]),
     ],
 )
 def test_files_of_all_kinds(tmp_path, capsys, text, flags, names, rows):

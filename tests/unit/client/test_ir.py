@@ -145,9 +145,18 @@ def test_a_slice_of_a_population_is_a_view_and_an_index_outside_is_an_error():
         list(Population(np.array([ADD], np.uint8), np.zeros(1), np.array([1], np.uint32)))
 
 
-def test_a_population_of_something_else_is_refused():
-    with pytest.raises(InvalidArgumentError, match="as_population"):
-        Population.of(["x1"])
+@pytest.mark.parametrize("kind", [Population, Batch])
+@pytest.mark.parametrize(
+    "odd", [["x1"], "x1", X1, np.array(X1, dtype=object), np.array(1.0), None, 3, {"a": X1}]
+)
+def test_a_population_of_something_else_is_refused(kind, odd):
+    with pytest.raises(InvalidArgumentError, match=r"Write a single one as \[program\].*as_population"):
+        kind.of(odd)
+
+
+def test_programs_may_come_one_after_the_other():
+    assert list(Population.of(program for program in (X1, TWO))) == [X1, TWO]
+    assert list(Batch.of(iter([P1]), [[2.0]])) == [P1]
 
 
 def test_chosen_programs_of_a_batch_keep_their_parameters():

@@ -172,6 +172,15 @@ def test_clients_show_their_address_and_no_token():
 
 
 @pytest.mark.parametrize("kind", [warpfit.Client, warpfit.AsyncClient])
+@pytest.mark.parametrize("given", ["127.0.0.1:50871", ["a:1", "b:2"], None])
+def test_a_client_is_not_made_of_an_address(kind, given):
+    with pytest.raises(warpfit.InvalidArgumentError, match=r"Use warpfit\.connect") as caught:
+        kind(given)
+    assert ("_async" in caught.value.remedy) == (kind is warpfit.AsyncClient)
+    assert not isinstance(given, str) or given in caught.value.remedy
+
+
+@pytest.mark.parametrize("kind", [warpfit.Client, warpfit.AsyncClient])
 @pytest.mark.parametrize(
     ("method", "keywords"),
     [
