@@ -15,7 +15,7 @@ import struct
 from array import array
 from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from string import Formatter
@@ -225,6 +225,18 @@ _OPPOSITE: Final = {
     OPERATORS[name].code: OPERATORS[other].code for name, other in (("add", "sub"), ("sub", "add"))
 }
 
+#: Functions whose argument may have either sign, and that of their results follows it, or does not.
+_ODD: Final = frozenset(
+    {
+        *("sin", "tan", "asin", "atan", "sinh", "asinh", "tanh", "erf", "cbrt", "cube", "sign"),
+        "round",
+    }
+)
+_EVEN: Final = frozenset({"cos", "cosh", "abs", "square", "logabs", "sqrtabs"})
+_EXP: Final = OPERATORS["exp"].code
+#: Most tokens of a program that is rewritten to be read.
+_MOST_READ: Final = 1_000
+
 #: Mark before the token that `locate` looks for: a character that no name should contain.
 _MARK: Final = "\ue000"
 
@@ -250,8 +262,8 @@ def to_text(program: Program, names: Sequence[str] = (), digits: int | None = No
     ....
 
     With ``digits`` the text is one to read: constants have so many significant digits at most, but
-    for numbers in short form, and fractions and multiples of pi and e are written as ``2/3`` and
-    ``3*pi/2``.
+    for numbers in short form, fractions and multiples of pi and e are written as ``2/3`` and
+    ``3*pi/2``, and the program is that of `readable`.
     """
     return _marked_text(program, list_of_texts(names), -1, digits)
 
@@ -267,7 +279,7 @@ def _marked_text(
 ) -> str:
     """Return the text with `_MARK` before a token; without it for token -1."""
     taken = frozenset(names)
-    program, places = _with_differences(program)
+    program, places = _with_differences(readable(program) if digits else program)
     marked = -1 if token < 0 else places[token]
     tokens = iter(range(len(program)))
 
@@ -347,6 +359,91 @@ def _with_differences(program: Program) -> tuple[Program, Sequence[int]]:
     places = [position[gone.get(place, place)] for place in range(len(codes))]
     written = array("d", [values[place] for place in kept]).tobytes()
     return program._unchecked(bytes([codes[place] for place in kept]), written), places
+
+
+@dataclass(slots=True)
+class _Factors:
+    """A product as it is read: a sign, the first factor, and what follows it."""
+
+    negative: bool
+    first: Program
+    rest: list[tuple[str, Program]] = field(default_factory=list)
+    """Further factors and divisors, each after "mul" or "div"."""
+
+    @property
+    def number(self) -> float | None:
+        """Size of the number that this is; None if it is none."""
+        is_number = not self.rest and len(self.first) == 1 and self.first.codes[0] == CONSTANT
+        return float(self.first.values[0]) if is_number else None
+
+    def program(self) -> Program:
+        """Return the product as a program, the sign before its first factor."""
+        whole = self.first
+        if self.negative and len(whole) == 1 and whole.codes[0] == CONSTANT:
+            whole = whole.constant(0.0 - float(whole.values[0]))
+        elif self.negative:
+            whole = whole.apply("neg", whole)
+        for name, factor in self.rest:
+            whole = whole.apply(name, whole, factor)
+        return whole
+
+
+def readable(program: Program) -> Program:
+    """Return a program of equal values that is easier to read, and may be a little longer.
+
+    Signs stand before products and odd functions, ``1/x`` in place of ``inv(x)``, and ``exp(-x/2)``
+    in place of ``1/sqrt(exp(x))``, which has a value where ``exp(x)`` overflows, too. The sign of a
+    zero is not kept. A program of more than `_MOST_READ` tokens stays as it is.
+    """
+    return program if len(program) > _MOST_READ else _factors(program).program()
+
+
+def _factors(program: Program) -> _Factors:
+    def leaf(code: int, value: float) -> _Factors:
+        negative = code == CONSTANT and value == value and math.copysign(1.0, value) < 0.0
+        kind = type(program)
+        return _Factors(negative, kind([code], [abs(value) if negative else value]))
+
+    return program.fold(leaf, _written)
+
+
+def _written(row: Operator, operands: list[_Factors]) -> _Factors:
+    """Return an operator over products as a product."""
+    name, a, b = row.name, operands[0], operands[-1]
+    if name == "neg":
+        return replace(a, negative=not a.negative)
+    if name == "inv":
+        name, a = "div", _Factors(False, a.first.constant(1.0))
+    if name in ("mul", "div"):
+        factor = replace(b, negative=False).program()
+        negative = a.negative != b.negative
+        if name == "div" and factor.codes[-1] == _EXP:
+            factor, name = factor.apply("exp", _divided(factor, -1.0)), "mul"
+        if name == "mul" and a.number == 1.0:
+            return replace(b if row.name == "mul" else _Factors(False, factor), negative=negative)
+        if name == "mul" and b.negative and b.number not in (None, 1.0) and not a.rest:
+            return _Factors(negative, factor, [("mul", a.first)])  # the number goes first
+        rest = a.rest if b.number == 1.0 else [*a.rest, (name, factor)]
+        return _Factors(negative, a.first, rest)
+    if name == "exp" and a.number == 0.0:
+        return _Factors(False, a.first.constant(1.0))
+    if name in _ODD or name in _EVEN:
+        inner = replace(a, negative=False).program()
+        return _Factors(a.negative and name in _ODD, inner.apply(row, inner))
+    inner = a.program()
+    if name == "sqrt" and inner.codes[-1] == _EXP:
+        return _Factors(False, inner.apply("exp", _divided(inner, 2.0)))
+    return _Factors(False, inner.apply(row, *[operand.program() for operand in operands]))
+
+
+def _divided(exponential: Program, divisor: float) -> Program:
+    """Return the exponent of an exponential, divided by a number."""
+    found = _factors(exponential._unchecked(exponential._codes[:-1], exponential._values[:-8]))
+    number = found.first.constant(abs(divisor))
+    rest = [("div", number)] if abs(divisor) != 1.0 else []
+    return replace(
+        found, negative=found.negative != (divisor < 0.0), rest=[*found.rest, *rest]
+    ).program()
 
 
 def _text(row: Operator, operands: list[_Rendered], mark: str) -> _Rendered:
@@ -452,7 +549,7 @@ def to_latex(program: Program, names: Sequence[str] = (), digits: int | None = N
             number = f"0{number}"
         return deque([f"{letter}_{{{number}}}"]), _ATOM
 
-    return "".join(program.fold(leaf, _latex)[0])
+    return "".join((readable(program) if digits else program).fold(leaf, _latex)[0])
 
 
 def _latex(row: Operator, operands: list[_Rendered]) -> _Rendered:

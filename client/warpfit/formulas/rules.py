@@ -23,8 +23,9 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
-from typing import Final
+from typing import Final, TypeGuard
 
 import numpy as np
 
@@ -322,6 +323,8 @@ _INVERSES: Final = {
     **{"exp": "log", "log": "exp", "log1p": "expm1", "expm1": "log1p", "sin": "asin"},
     **{"cos": "acos", "tan": "atan", "sinh": "asinh", "cosh": "acosh", "tanh": "atanh"},
 }
+#: Comparisons by those that say the same of exchanged operands.
+_SWAPPED: Final = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 _KEY: Final = attrgetter("key")
 _QUARTER: Final = 0.5 * math.pi
 
@@ -479,6 +482,11 @@ class Rules:
             collected += [(base, e) for group in groups if (e := math.fsum(group)) != 0.0]
         if coefficient == 0.0 and (self.assume_defined or product_node(collected).finite):
             return number(0.0)
+        inner = [(e, base.operands[0]) for base, e in collected if _is_exp(base)]
+        if self.assume_defined and len(inner) > 1:
+            whole = self.apply(OPERATORS["exp"], [self.total(0.0, inner)])
+            rest = [(base, e) for base, e in collected if not _is_exp(base)]
+            return self.product(coefficient, [*rest, (whole, 1.0)])
         signs = [self._with_sign(base, e) for base, e in collected]
         coefficient *= math.prod(sign for sign, _, _ in signs)
         node = product_node((base, e) for _, base, e in signs)
@@ -559,6 +567,8 @@ class Rules:
             return of[0]
         if inner in _UNCHANGED.get(name, ()):
             return operand
+        if name == "exp":
+            return self.exponential(operand)
         if name == "log" and inner == "abs":
             return self.call("logabs", of)
         if name == "logabs" and operand.nonnegative:
@@ -574,6 +584,57 @@ class Rules:
         if name in _ODD and len(opposite := self.negative(operand)) < len(operand):
             return self.negative(call_node(name, [opposite]))
         return call_node(name, operands)
+
+    def exponential(self, exponent: Node) -> Node:
+        """Return exp of a node, in which multiples of logarithms are powers of their arguments."""
+        sum_of = exponent if isinstance(exponent, Sum) else None
+        constant, terms = (sum_of.constant, sum_of.terms) if sum_of else (0.0, ((1.0, exponent),))
+        is_alone = constant == 0.0 and len(terms) == 1
+
+        def becomes_a_power(c: float, node: Node) -> bool:
+            if not (isinstance(node, Call) and node.name == "log" and abs(c) <= _MOST_EXPONENT):
+                return False
+            (of,) = node.operands
+            # A factor that overflows would spoil a product that does not.
+            return self.assume_defined or (
+                is_alone and of.finite and (of.nonnegative or not c.is_integer())
+            )
+
+        powers = [
+            (node.operands[0], c)
+            for c, node in terms
+            if becomes_a_power(c, node) and isinstance(node, Call)
+        ]
+        if not powers:
+            return call_node("exp", [exponent])
+        rest = sum_node(constant, (term for term in terms if not becomes_a_power(*term)))
+        found = self.product(1.0, [*powers, (self.apply(OPERATORS["exp"], [rest]), 1.0)])
+        return min(found, call_node("exp", [exponent]), key=len)
+
+    def comparison(self, name: str, a: Node, b: Node) -> Node:
+        """Return a comparison; of a multiple with a number as one of the term with the quotient.
+
+        Only a quotient that gives the number again is taken, so that rows on the boundary stay on
+        their side.
+        """
+        for relation, scaled, other in ((name, a, b), (_SWAPPED[name], b, a)):
+            number = _constant(other)
+            if number is None or not (isinstance(scaled, Sum) and _is_scaled(scaled)):
+                continue
+            ((c, term),) = scaled.terms
+            quotient = number / c if c else math.inf
+            if math.isfinite(quotient) and quotient * c == number:
+                relation = _SWAPPED[relation] if c < 0.0 else relation
+                return call_node(relation, [term, leaf(CONSTANT, quotient)])
+        return call_node(name, [a, b])
+
+
+def _compared(name: str, rules: Rules, a: Node, b: Node) -> Node:
+    return rules.comparison(name, a, b)
+
+
+def _is_exp(node: Node) -> TypeGuard[Call]:
+    return isinstance(node, Call) and node.name == "exp"
 
 
 def _pow(rules: Rules, a: Node, b: Node) -> Node:
@@ -595,6 +656,7 @@ _RULES: Final[dict[str, _Rule]] = {
     "sqrt": Rules.root,
     "sqrtabs": lambda rules, a: rules.root(rules.absolute(a)),
     "pow": _pow,
+    **{name: partial(_compared, name) for name in _SWAPPED},
     "abs": Rules.absolute,
     "fma": lambda rules, a, b, c: min(
         rules.total(0.0, [(1.0, rules.product(1.0, [(a, 1.0), (b, 1.0)])), (1.0, c)]),

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, RegressorMixin
-from sklearn.metrics import r2_score
 from sklearn.utils import _safe_indexing, check_random_state
 from sklearn.utils.validation import (
     _check_sample_weight,
@@ -178,6 +177,8 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
 
         Rows of weight 0 do not count. It is right for targets whose squares overflow, too.
         """
+        from sklearn.metrics import r2_score  # whose package takes a while to import
+
         X, y, sample_weight = _rows_with_weight(X, y, sample_weight)
         y = np.asarray(real_numbers(y, "y"), np.float64)
         unit = power_of_two(y)

@@ -150,7 +150,9 @@ def test_a_slice_of_a_population_is_a_view_and_an_index_outside_is_an_error():
     "odd", [["x1"], "x1", X1, np.array(X1, dtype=object), np.array(1.0), None, 3, {"a": X1}]
 )
 def test_a_population_of_something_else_is_refused(kind, odd):
-    with pytest.raises(InvalidArgumentError, match=r"Write a single one as \[program\].*as_population"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"Write a single one as \[program\].*as_population"
+    ):
         kind.of(odd)
 
 
