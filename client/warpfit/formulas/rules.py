@@ -482,9 +482,9 @@ class Rules:
             collected += [(base, e) for group in groups if (e := math.fsum(group)) != 0.0]
         if coefficient == 0.0 and (self.assume_defined or product_node(collected).finite):
             return number(0.0)
-        inner = [(e, base.operands[0]) for base, e in collected if _is_exp(base)]
-        if self.assume_defined and len(inner) > 1:
-            whole = self.apply(OPERATORS["exp"], [self.total(0.0, inner)])
+        exponentials = [(e, base.operands[0]) for base, e in collected if _is_exp(base)]
+        if self.assume_defined and len(exponentials) > 1:
+            whole = self.apply(OPERATORS["exp"], [self.total(0.0, exponentials)])
             rest = [(base, e) for base, e in collected if not _is_exp(base)]
             return self.product(coefficient, [*rest, (whole, 1.0)])
         signs = [self._with_sign(base, e) for base, e in collected]
