@@ -208,6 +208,10 @@ class OwnAddress(str):
     find_end: Callable[[], UnavailableError | None]
     """Returns why the server has ended; None while it runs."""
 
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """Pickle as a text: other processes cannot know the end of the server."""
+        return str, (str(self),)
+
 
 @dataclass(frozen=True, slots=True)
 class Target:

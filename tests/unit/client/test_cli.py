@@ -5,6 +5,7 @@ import gzip
 import io
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -313,6 +314,15 @@ def test_an_embedded_server_that_never_gets_ready(fake_server, monkeypatch, capl
     ):
         pass
     assert "first start compiles" in caplog.text
+
+
+def test_the_address_of_an_embedded_server_goes_to_other_processes_as_a_text(fake_server):
+    fake_server(
+        "import time\nprint('warpfit listening on 127.0.0.1:9', flush=True)\ntime.sleep(60)"
+    )
+    with embedded.embedded_server() as address:
+        copied = pickle.loads(pickle.dumps(address))
+    assert (type(copied), copied) == (str, "127.0.0.1:9")
 
 
 def test_an_embedded_server_that_dies_is_not_waited_for(fake_server):
