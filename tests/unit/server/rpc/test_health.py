@@ -138,8 +138,9 @@ def test_loopback_addresses_need_no_tls(host):
     Config(host=host).check_exposure()
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
-def test_other_addresses_need_tls_or_consent(host):
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
+def test_other_addresses_need_tls_or_consent(host, monkeypatch):
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: [])  # no machine need know the name
     with pytest.raises(InvalidArgumentError) as caught:
         Config(host=host).check_exposure()
     assert caught.value.reason == "INSECURE"

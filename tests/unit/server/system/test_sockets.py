@@ -32,9 +32,10 @@ def test_a_port_that_is_for_root_only():
     assert "1024" in error.remedy
 
 
-def test_an_unknown_host_is_not_called_plain_text():
+@pytest.mark.parametrize("host", ["no-such-host.invalid", ""])
+def test_an_unknown_host_is_not_called_plain_text(host):
     with pytest.raises(UnavailableError) as caught:
-        Config(host="no-such-host.invalid").check_exposure()
+        Config(host=host).check_exposure()
     assert caught.value.reason == "NO_SUCH_HOST"
 
 
