@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
@@ -55,6 +56,22 @@ class Servicer:
             context.set_trailing_metadata(metadata)
             context.abort(grpc.StatusCode[error.status], error.message)
         return iter(messages) if method.server_streaming else messages[0]
+
+
+def fail_calls(server: InProcessServer, method: str, *failures: WarpfitError | None) -> None:
+    """Make the next calls of a method fail, each with an error, UNAVAILABLE for None.
+
+    Unlike those of `InProcessServer.fail`, the failures spare the question that a client asks of
+    its own accord before a call: GetServerInfo, after UNAVAILABLE or a silence.
+    """
+    answer, left = server.answer, list(failures)
+
+    def failing(request: Request) -> Any:
+        if request.method == method and left:
+            server.fail(error=left.pop(0))
+        return answer(request)
+
+    server.answer = failing  # type: ignore[method-assign]
 
 
 @contextmanager

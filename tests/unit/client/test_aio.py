@@ -8,7 +8,7 @@ import pytest
 
 import warpfit
 from support.servers.examples import QUICK
-from support.servers.loopback import serve
+from support.servers.loopback import fail_calls, serve
 from warpfit import aio, testing
 
 X = np.random.default_rng(6).normal(size=(40, 2)).astype(np.float32)
@@ -56,7 +56,7 @@ def test_calls_are_retried_and_lost_data_uploaded_again(run, server):
     async def body(client):
         data = await client.upload(X)
         server.forget()
-        server.fail(calls=2)
+        fail_calls(server, "Evaluate", None, None)
         return await client.evaluate(data, "x2")
 
     np.testing.assert_array_equal(run(body)[:, 0], X[:, 1])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import warpfit
 from support.servers.examples import EXPRESSIONS, PARAMETERS, QUICK, X, Y, expected_values
-from support.servers.loopback import serve
+from support.servers.loopback import fail_calls, serve
 from warpfit import Batch, LossFunction, Population, Program, WarpfitError, testing
 from warpfit.transport.call import Deadline
 from warpfit.transport.connection import RetryPolicy, TransportConfig
@@ -149,18 +149,24 @@ def test_interrupts_at_any_moment_leave_a_client_that_works(server, timeout):
 
 def test_unavailable_is_retried(client, server):
     data = client.upload(X)
-    server.fail(calls=3)
+    fail_calls(server, "Evaluate", None, None, None)
     np.testing.assert_array_equal(client.evaluate(data, EXPRESSIONS, PARAMETERS), expected_values())
     assert server.calls.count("Evaluate") == 4
+    server.fail(calls=3)  # also when what fails is the question whether the server is back
+    np.testing.assert_array_equal(client.evaluate(data, EXPRESSIONS, PARAMETERS), expected_values())
 
 
-@pytest.mark.parametrize("method", ["upload", "info", "release"])
-def test_every_method_is_retried(client, server, method):
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [("upload", "GetVariables"), ("info", "GetServerInfo"), ("release", "ReleaseVariables")],
+)
+def test_every_method_is_retried(client, server, method, call):
     data = client.upload(X)
-    server.fail(calls=2)
+    before = server.calls.count(call)
+    fail_calls(server, call, None, None)
     arguments = {"upload": [X], "info": [], "release": [data]}[method]
     getattr(client, method)(*arguments, **({"everywhere": True} if method == "release" else {}))
-    assert len(server.calls) == 2 + 3
+    assert server.calls.count(call) == before + 3
 
 
 def test_a_server_that_is_gone_is_waited_for_with_a_word(server, caplog):
@@ -242,8 +248,7 @@ def test_every_call_that_waits_has_a_deadline(client, server, call):
 def test_a_late_attempt_says_why_the_ones_before_failed(client, server):
     data = client.upload(X)
     late = warpfit.DeadlineExceededError("too late", "DEADLINE_EXCEEDED", "Wait")
-    server.fail()
-    server.fail(error=late)
+    fail_calls(server, "Evaluate", None, late)
     with pytest.raises(warpfit.DeadlineExceededError) as caught:
         client.evaluate(data, "x1")
     message = "too late; an attempt before failed: the engine is restarting"
