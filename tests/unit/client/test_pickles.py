@@ -29,7 +29,8 @@ def test_a_process_that_gets_client_and_handle_uses_the_resident_data():
         calls = len(server.calls)
         loss = pool.submit(client.evaluate, data, ["a + 1", "b"], loss="mse").result()
         np.testing.assert_array_equal(loss, client.evaluate(data, ["a + 1", "b"], loss="mse"))
-        assert server.calls[calls:] == ["Evaluate", "Evaluate"]
+        asked = [call for call in server.calls[calls:] if call != "GetServerInfo"]
+        assert asked == ["Evaluate", "Evaluate"]  # after a question on each new connection
         server.forget()
         with pytest.raises(warpfit.DatasetNotFoundError, match=r"client\.upload"):
             pool.submit(client.evaluate, data, ["a"]).result()
