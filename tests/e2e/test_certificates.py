@@ -17,6 +17,8 @@ from warpfit.cli import main as cli
 
 NO_RETRY = warpfit.RetryPolicy(total_seconds=0)
 CONNECTIONS = 4
+#: Seconds after which a file that has changed is no longer taken for one that is being written.
+SETTLED_SECONDS = 0.6
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +131,10 @@ def test_renewed_certificates_serve_new_connections(server, authority, files):
         before = _serial(server, authority, pair)
         key = (files / "server.key").read_bytes()
         (files / "server.key").write_bytes((files / "spare.key").read_bytes())
-        time.sleep(0.2)
+        time.sleep(SETTLED_SECONDS)
         assert _serial(server, authority, pair) == before, "half a pair was used"
         (files / "server.crt").write_bytes((files / "spare.crt").read_bytes())
-        time.sleep(0.2)
+        time.sleep(SETTLED_SECONDS)
         for _ in range(2 * CONNECTIONS):  # whichever front end takes them
             renewed = _serial(server, authority, pair)
         assert renewed not in (before, None)
@@ -146,13 +148,13 @@ def test_renewed_authorities_decide_about_new_connections(server, authority, fil
     successor = Authority(files, "successor")
     try:
         clients.write_bytes(successor.file.read_bytes())
-        time.sleep(0.2)
+        time.sleep(SETTLED_SECONDS)
         for _ in range(CONNECTIONS):
             assert _serial(server, authority, authority.issue("alice")) is None
             assert _serial(server, authority, successor.issue("alice")) is not None
     finally:
         clients.write_bytes(before)
-        time.sleep(0.2)
+        time.sleep(SETTLED_SECONDS)
 
 
 def _serial(server, authority, pair) -> str | None:

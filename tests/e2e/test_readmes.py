@@ -195,7 +195,7 @@ def test_commands_in_sentences(line: str, server, checkout, monkeypatch):
     """A name in capitals stands for what a user has."""
     monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
     line = line.replace("HOST:PORT", server.address).replace("PATH", "addresses")
-    if line == "docker --cpus":  # a flag
+    if line in ("docker --cpus", "python -m"):  # flags
         return
     words = line.removeprefix(".venv/bin/").split()
     if words[0] == "warpfit" and words[1] in ("serve", "search"):  # blocks run them
@@ -249,11 +249,13 @@ def check_build(snippet: Snippet, server: ServerProcess, checkout: Path) -> None
     if not all(map(shutil.which, BUILD_TOOLS)) or subprocess.run(libraries).returncode:
         pytest.skip(f"needs {', '.join(BUILD_TOOLS)}, and files of gRPC, protobuf and OpenSSL")
     code = snippet.code.replace(ADDRESS, server.address)
-    agree, first, second = run(["sh", "-e", "-c", code], checkout).splitlines()
+    agree, first, second, *search = run(["sh", "-e", "-c", code], checkout).splitlines()
     assert re.fullmatch(r"(\d+) of \1 agree", agree)
     assert "fitted" in first
     assert float(re.search(r"p1 = (\S+)", first)[1]) == pytest.approx(2.5)
     assert second.startswith("expression 1")
+    kinds = [re.fullmatch(r"(size) \d+: mse \S+|\S+ s: \d+ (formulas)", line) for line in search]
+    assert {kind[1] or kind[2] for kind in kinds} == {"size", "formulas"}
 
 
 # ------------------------------------------- blocks that install: with the extra's packages alone

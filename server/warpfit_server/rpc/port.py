@@ -156,9 +156,9 @@ def listen(server: grpc.Server, config: Config, port: int, credentials: Any) -> 
 def server_credentials(config: Config) -> grpc.ServerCredentials | None:
     """Make credentials that follow the configured files, or None without TLS.
 
-    gRPC asks for the certificates at each handshake, so a renewed one serves the next connection
-    without a restart. Files that cannot be used, such as a certificate whose key has not been
-    replaced yet, leave the old ones in force.
+    gRPC asks for the certificates at each handshake, so a renewed one serves new connections, a
+    moment after it was written, without a restart. Files that cannot be used, such as a certificate
+    whose key has not been replaced yet, leave the old ones in force.
 
     Raises:
         InvalidArgumentError: if the files cannot be used.
