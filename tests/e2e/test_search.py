@@ -23,8 +23,9 @@ X = RNG.normal(size=(300, 3))
 Y = 2.0 * X[:, 0] * X[:, 1] + 1.0
 DATA = Dataset.of(X, Y, dtype="float64")
 #: Settings that keep a search small, and one that lasts until something else ends it.
-SMALL = {"population": 256, "islands": 2}
-LONG = {"max_seconds": 600.0, **SMALL}
+SMALL = {"population": 64, "islands": 1}
+QUICK = {**SMALL, "pairs": False}
+LONG = {"max_seconds": 600.0, "no_pairs": True, **SMALL}
 SEARCH = SERVICE + "Search"
 
 
@@ -116,7 +117,7 @@ def test_data_without_a_target_are_refused(caller):
 
 def small_search(client, X, y, **options):
     data = client.upload(X, y, dtype="float64")
-    return data, client.search(data, **({"generations": 3, **SMALL} | options))
+    return data, client.search(data, **({"generations": 3, **QUICK} | options))
 
 
 def test_a_constant_target_has_a_constant(client):
@@ -156,7 +157,7 @@ def test_a_target_with_nan_is_answered(client):
 
 def test_the_deadline_of_a_call_ends_a_search_in_time(client):
     data = client.upload(X, Y, dtype="float64")
-    found = client.search(data, seconds=600, timeout=2.0, **SMALL)
+    found = client.search(data, seconds=600, timeout=10.0, **QUICK)
     assert found.reason == SearchReason.TIME
     assert found.losses.min() < Y.var()
 
@@ -172,15 +173,15 @@ def test_an_interrupt_ends_a_search_and_leaves_a_client_that_works(client, serve
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        client.search(data, seconds=600, progress=lambda found: seen.set(), **SMALL)
+        client.search(data, seconds=600, progress=lambda found: seen.set(), **QUICK)
     thread.join()
-    assert len(client.search(data, generations=1, **SMALL)) > 0
+    assert len(client.search(data, generations=1, **QUICK)) > 0
     eventually(lambda: server.in_flight() == Amounts())
 
 
 def test_nothing_is_left_of_a_client_that_goes_away(caller, server):
-    calls = [begun(caller) for _ in range(3)]
-    assert server.in_flight().searches == 3
+    calls = [begun(caller) for _ in range(2)]
+    assert server.in_flight().searches == 2
     for call in calls:
         call.cancel()
     eventually(lambda: server.in_flight() == Amounts())
@@ -220,7 +221,7 @@ def test_a_client_goes_on_when_its_data_set_was_removed(client):
         if not removed:
             removed.append(client.release(data, everywhere=True))
 
-    found = client.search(data, seconds=4.0, progress=remove, **SMALL)
+    found = client.search(data, seconds=4.0, progress=remove, **QUICK)
     assert (found.interruptions, found.reason) == (1, SearchReason.TIME)
 
 
@@ -275,7 +276,7 @@ def test_a_tenant_has_its_share_of_the_searches_and_leaves_the_others_theirs(as_
 
 def _is_refused(caller):
     try:
-        search(caller, **ONCE, **SMALL)
+        search(caller, **ONCE, no_pairs=True, **SMALL)
     except grpc.RpcError as error:
         assert detail_of(error).reason == "TOO_MANY_SEARCHES"
         return True
@@ -298,7 +299,7 @@ def test_a_hundred_searches_at_once_are_all_answered_in_the_end(shared):
         data = client.upload(X, Y, dtype="float64")
 
         def one(seed):
-            return client.search(data, generations=2, seed=seed, **SMALL)
+            return client.search(data, generations=2, seed=seed, **QUICK)
 
         with ThreadPoolExecutor(100) as pool:
             found = list(pool.map(one, range(100)))
@@ -329,7 +330,7 @@ def test_a_search_outlives_its_engine_and_says_so(family, caplog):
             if not killed:
                 killed.append(family.kill_engine())
 
-        found = client.search(data, seconds=6.0, progress=kill, **SMALL)
+        found = client.search(data, seconds=6.0, progress=kill, **QUICK)
     assert found.interruptions == 1
     assert "goes on from its front" in caplog.text
     assert found.reason == SearchReason.TIME
@@ -365,5 +366,5 @@ def test_a_search_goes_on_at_another_server_when_its_own_stops():
                 busy = first if first.in_flight().searches else second
                 stopped.append(busy.process.terminate())
 
-        found = client.search(data, seconds=6.0, progress=stop, **SMALL)
+        found = client.search(data, seconds=6.0, progress=stop, **QUICK)
     assert (found.interruptions, found.reason) == (1, SearchReason.TIME)

@@ -26,7 +26,10 @@ class KnownDataset:
         load: asks the main process to have an engine, by its number, load a data set.
     """
 
-    __slots__ = ("_load", "_loading", "_lock", "_table", "engines", "key", "layout", "slot")
+    __slots__ = (
+        *("_load", "_loading", "_lock", "_on_withdrawal", "_table"),
+        *("engines", "is_withdrawn", "key", "layout", "slot"),
+    )
 
     def __init__(
         self, table: QuotaTable, found: FoundDataset, load: Callable[[int, bytes], Future[None]]
@@ -39,6 +42,9 @@ class KnownDataset:
         self._load = load
         self._loading: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
+        self._on_withdrawal: set[Callable[[], None]] = set()
+        self.is_withdrawn = False
+        """Whether it was removed for all callers, so that what may last long has to end."""
 
     def __enter__(self) -> Self:
         self._table.use_dataset(self.slot, 1)
@@ -46,6 +52,26 @@ class KnownDataset:
 
     def __exit__(self, *_: object) -> None:
         self._table.use_dataset(self.slot, -1)
+
+    def call_on_withdrawal(self, callback: Callable[[], None]) -> None:
+        """Have a function called, by any thread, when the data set is removed for all callers."""
+        with self._lock:
+            self._on_withdrawal.add(callback)
+        if self.is_withdrawn:
+            callback()
+
+    def call_no_more(self, callback: Callable[[], None]) -> None:
+        """Forget what `call_on_withdrawal` was given."""
+        with self._lock:
+            self._on_withdrawal.discard(callback)
+
+    def withdraw(self) -> None:
+        """Take note that no new call may use it."""
+        self.is_withdrawn = True
+        with self._lock:
+            callbacks = list(self._on_withdrawal)
+        for callback in callbacks:
+            callback()
 
     def load(self, engine: int) -> Future[None]:
         """Have an engine load it, unless that is under way.
@@ -104,8 +130,13 @@ class Registry:
         return known
 
     def forget(self, key: bytes) -> None:
-        """Ask again for a data set: it was withdrawn, or an engine does not know it."""
+        """Ask again for a data set that an engine does not know."""
         self._known.pop(key, None)
+
+    def withdrawn(self, key: bytes) -> None:
+        """Take note that the main process removes a data set."""
+        if (known := self._known.pop(key, None)) is not None:
+            known.withdraw()
 
     def held(self, key: bytes, engine: int) -> None:
         """Take note that an engine holds a data set."""

@@ -216,7 +216,7 @@ class FrontEndProcess:
                 case messages.DatasetAnnounced():
                     self._registry.add(message.found)
                 case messages.DatasetWithdrawn():
-                    self._registry.forget(message.key)
+                    self._registry.withdrawn(message.key)
                 case messages.DatasetHeld():
                     self._registry.held(message.key, message.engine)
                 case messages.DatasetUnloaded():

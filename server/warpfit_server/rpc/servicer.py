@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 from warpfit import codec, search_codec
 from warpfit.dataset import Layout
-from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
+from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
 from warpfit.fitting import FitRequest, FitResult
 from warpfit.request import Evaluation, Timings
 from warpfit.server_info import Device, Limits, ServerInfo
@@ -257,8 +257,14 @@ class Servicer:
                     in_flight = self._router.start(request, data, _SEARCH_NANOSECONDS)
                     try:
                         context.on_end(in_flight.cancel)
+                        data.call_on_withdrawal(in_flight.cancel)
                         return (yield from self._stream_search(in_flight, record))
+                    except CancelledError as error:
+                        if data.is_withdrawn and context.is_active():
+                            raise DatasetNotFoundError from error
+                        raise
                     finally:
+                        data.call_no_more(in_flight.cancel)
                         in_flight.close()
         except DatasetNotFoundError:
             self._registry.forget(key)
