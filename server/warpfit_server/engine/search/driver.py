@@ -418,7 +418,8 @@ class _Search:
         width = max(int(self._grammar[WIDTH]), int(formulas.lengths.max(initial=1)))
         genomes = Genomes.of(formulas, width)
         allowed = np.zeros(len(genomes), np.uint8)
-        values = genomes.values.astype(np.float32).reshape(-1)
+        with np.errstate(over="ignore"):  # rules ask for no number
+            values = genomes.values.astype(np.float32).reshape(-1)
         given = self._grammar, self._units, genomes.codes.reshape(-1), values, genomes.lengths
         are_allowed(*given, allowed)
         return allowed.astype(bool)
