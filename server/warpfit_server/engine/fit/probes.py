@@ -101,7 +101,7 @@ def begin_probe(
     for i in range(n):
         if vector[FREE, i] != 0.0 and vector[LOWER, i] < vector[UPPER, i]:
             free += 1
-            dead += not _moves_values(vector, i, model)
+            dead += not _moves_values(vector, i, model, limits)
     most = MOST_PROBES if dead > 0 else _PROBES
     if free == 0 or counter[PROBES] >= most or counter[ITERATIONS] >= limits.iterations:
         return False
@@ -117,7 +117,7 @@ def begin_probe(
         share -= math.floor(share)
         # Bits of the number of the perturbation, so that all signs of two parameters come.
         sign = 1.0 if ((counter[PROBES] * (i + 1)) ^ (i >> 1)) & 1 == 0 else -1.0
-        if vector[FREE, i] == 0.0 or (dead > 0 and _moves_values(vector, i, model)):
+        if vector[FREE, i] == 0.0 or (dead > 0 and _moves_values(vector, i, model, limits)):
             pass
         elif dead == 0:
             trial += sign * (0.3 + share) * _SMALL * math.sqrt(model.loss / free) / column
@@ -138,11 +138,14 @@ def begin_probe(
 
 
 @inlined
-def _moves_values(vector: Floats, i: int, model: Model) -> bool:
-    """Whether a parameter has an effect at X; one that the model gives no column has none."""
+def _moves_values(vector: Floats, i: int, model: Model, limits: SearchLimits) -> bool:
+    """Whether a parameter has an effect at X; one that the model gives no column has none.
+
+    Of other losses than squares the derivatives have other units than the values.
+    """
     column = math.sqrt(model.curvature[i * (i + 1) // 2 + i])
-    is_linear = vector[LINEAR, i] != 0.0
-    effect = is_linear or has_effect(vector, X, i, column, model.gradient[i], model.loss)
+    effect = vector[LINEAR, i] != 0.0 or not limits.squares
+    effect = effect or has_effect(vector, X, i, column, model.gradient[i], model.loss)
     return column > 0.0 and effect
 
 
@@ -187,7 +190,10 @@ def leads_on(
     for i in range(n if usable and counter[PLATEAU] == LEAVING else 0):
         column = math.sqrt(curvature[i * (i + 1) // 2 + i])
         moves = vector[TRIAL, i] != vector[X, i]
-        if moves and has_effect(vector, TRIAL, i, column, gradient[i], squares):
+        effect = column > 0.0
+        if limits.squares:
+            effect = has_effect(vector, TRIAL, i, column, gradient[i], squares)
+        if moves and effect:
             counter[PLATEAU] = SEEN
     if usable and loss < least:
         counter[PROBING] = 0
