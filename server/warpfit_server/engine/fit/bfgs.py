@@ -228,10 +228,12 @@ def advance(
                 number[INITIAL] = loss
             # Half of the derivatives of the row losses are the residuals of squares.
             squares = loss if limits.squares else 0.25 * number[PULL]
+            values = _values(loss, number, limits)
             if counter[PROBING]:
                 vector[BEST, :] = 0.0  # no parameter is linear
                 if leads_on(
-                    vector, number, counter, gradient, curvature, loss, squares, limits, space
+                    *(vector, number, counter, gradient, curvature, loss, squares, values),
+                    *(limits, space),
                 ):
                     counter[ENDING], counter[RESTARTS] = BEGINS, 0
                     counter[PLATEAU] = NO_PLATEAU
@@ -241,7 +243,7 @@ def advance(
                     _come_back(vector, counter)
                     continue
             if counter[ENDING] == BEGINS and not resumes:
-                if not are_usable(vector, TRIAL, squares, gradient, curvature):
+                if not are_usable(vector, TRIAL, squares, values, gradient, curvature):
                     if not (math.isfinite(number[INITIAL]) and nudge(vector, counter, limits)):
                         number[LOSS] = number[INITIAL]
                         counter[REASON] = NOT_FINITE
@@ -277,22 +279,21 @@ def _inspect(
     vector[BEST, :] = 0.0  # no parameter is linear
     # Half of the derivatives of the row losses are the residuals, where these are squares.
     squares = 0.25 * _pull(number, limits)
-    if not are_usable(vector, X, squares, vector[SLOPE], curvature):
+    values = _values(number[LOSS], number, limits)
+    if not are_usable(vector, X, squares, values, vector[SLOPE], curvature):
         counter[REASON] = NOT_FINITE if ending == BEGINS else STALLED
         return False
     for i in range(n):
         column = math.sqrt(curvature[i * (i + 1) // 2 + i])
         moves = vector[FREE, i] != 0.0 and vector[LOWER, i] < vector[UPPER, i]
-        # Of other losses the derivatives have other units than the values.
-        if limits.squares:
-            moves = moves and has_effect(vector, X, i, column, vector[SLOPE, i], squares)
+        moves = moves and has_effect(vector, X, i, column, vector[SLOPE, i], squares, values)
         vector[WIDTH, i] = column if moves else 0.0
     moving = np.empty(n, dtype=np.bool_)
     find_moving(vector, X, vector[SLOPE], moving)
     steepest = _steepest(vector, number, moving, limits)
     factored = counter[FACTOR] == READY
     counter[FACTOR] = NO_FACTOR
-    model = Model(X, vector[SLOPE], curvature, inverse, factored, squares)
+    model = Model(X, vector[SLOPE], curvature, inverse, factored, squares, values)
     ends, reason = steepest == 0.0, RUNNING
     if not ends and (ending != BEGINS or steepest <= limits.gradient):
         # These rows are those that Levenberg-Marquardt's damping uses, and a test has none.
@@ -341,6 +342,12 @@ def _come_back(vector: Floats, counter: Integers) -> None:
 def _pull(number: Floats, limits: SearchLimits) -> float:
     """Return the sum of w (dl/df)^2, for losses other than squares where it was last known."""
     return float(4.0 * number[LOSS] if limits.squares else number[PULL])
+
+
+@inlined
+def _values(loss: float, number: Floats, limits: SearchLimits) -> float:
+    """Return the sum of squares in the units of the values, as if row losses were squares."""
+    return float(abs(loss if limits.squares else 2.0 * loss / number[STIFFNESS]))
 
 
 @inlined
@@ -436,7 +443,7 @@ def _accept(
     number[BEST_LOSS] = math.inf
     vector[X, :] = vector[BEST]
     vector[SLOPE, :] = vector[BEST_SLOPE]
-    _add_columns(vector, number, inverse)
+    _add_columns(vector, number, inverse, limits)
     if decrease <= limits.loss * abs(number[LOSS]):
         _end(vector, counter, LOSS_CHANGE)
     elif math.sqrt(dot(length, length)) <= limits.step * math.sqrt(dot(size, size)):
@@ -586,7 +593,7 @@ def _begin_inverse(
 
 
 @inlined
-def _add_columns(vector: Floats, number: Floats, inverse: Floats) -> None:
+def _add_columns(vector: Floats, number: Floats, inverse: Floats, limits: SearchLimits) -> None:
     """Let parameters take part whose column was 0 so far.
 
     Their WIDTH becomes the least one that explains the gradient if the row losses are squares.
@@ -595,9 +602,9 @@ def _add_columns(vector: Floats, number: Floats, inverse: Floats) -> None:
     for i in range(n):
         free = vector[FREE, i] != 0.0 and vector[LOWER, i] < vector[UPPER, i]
         if free and vector[WIDTH, i] == 0.0 and vector[SLOPE, i] != 0.0 and number[LOSS] != 0.0:
-            squares = 2.0 * abs(number[LOSS]) / number[STIFFNESS]
+            squares = _values(number[LOSS], number, limits)
             width = abs(vector[SLOPE, i]) / number[STIFFNESS] / math.sqrt(squares)
-            if has_effect(vector, X, i, width, 0.0, squares):
+            if has_effect(vector, X, i, width, 0.0, squares, squares):
                 vector[WIDTH, i] = width
                 inverse[i * n + i] = 1.0 / (number[STIFFNESS] * n) / (width * width)
 

@@ -201,7 +201,7 @@ def advance_one(
     ``gradient``, ``new`` and ``loss`` are those of the trial, ``old`` is the curvature at X.
     """
     flat = disappoints = False
-    usable = are_usable(vector, TRIAL, loss, gradient, new)
+    usable = are_usable(vector, TRIAL, loss, abs(loss), gradient, new)
     counter[EVALUATIONS] += 1
     if counter[EVALUATIONS] == 1:
         number[INITIAL] = loss
@@ -212,7 +212,7 @@ def advance_one(
             counter[REASON] = NOT_FINITE
         return
     if counter[PROBING]:
-        if leads_on(vector, number, counter, gradient, new, loss, loss, limits, space):
+        if leads_on(vector, number, counter, gradient, new, loss, loss, loss, limits, space):
             _forget(vector, number, counter)
         elif counter[PROBING]:
             return
@@ -287,7 +287,15 @@ def _probe(
     """Let a search that would end go on from a perturbed point, see `probes`."""
     reason = counter[REASON]
     if reason in (GRADIENT, STEP, LOSS_CHANGE, STALLED):
-        model = Model(X, vector[SLOPE], curvature, factor, counter[FACTOR] == READY, number[LOSS])
+        model = Model(
+            X,
+            vector[SLOPE],
+            curvature,
+            factor,
+            counter[FACTOR] == READY,
+            number[LOSS],
+            number[LOSS],
+        )
         if begin_probe(vector, number, counter, model, limits):
             counter[REASON] = RUNNING
             counter[FIRED] = reason
@@ -312,7 +320,7 @@ def _correct(
     """
     n, some = vector.shape[1], False
     best, h = space.best[:n], space.step[:n]
-    model = Model(TRIAL, gradient, curvature, space.columns, False, loss)
+    model = Model(TRIAL, gradient, curvature, space.columns, False, loss, loss)
     find_roles(vector, model, space)
     for i in range(n):
         if vector[LINEAR, i] == 0.0:
@@ -402,7 +410,9 @@ def _propose(
     """
     n = vector.shape[1]
     h = space.step[:n]
-    model = Model(X, vector[SLOPE], curvature, factor, counter[FACTOR] == READY, number[LOSS])
+    model = Model(
+        X, vector[SLOPE], curvature, factor, counter[FACTOR] == READY, number[LOSS], number[LOSS]
+    )
     ridge = RIDGE_OF_FACTOR if model.factored else RIDGE
     find_roles(vector, model, space)
     if is_exact(vector, number, model, limits):
@@ -494,8 +504,8 @@ def _compare(
     So it is where parameters have exactly the same effect.
     """
     h = space.step[: vector.shape[1]]
-    model = Model(X, vector[SLOPE], curvature, factor, True, number[LOSS])
-    plain = Model(X, vector[SLOPE], curvature, factor, False, number[LOSS])
+    model = Model(X, vector[SLOPE], curvature, factor, True, number[LOSS], number[LOSS])
+    plain = Model(X, vector[SLOPE], curvature, factor, False, number[LOSS], number[LOSS])
     find_roles(vector, model, space)
     solve_step(vector, number, counter, plain, number[DAMPING], RIDGE, space)
     own = promised_decrease(vector, model, h)

@@ -153,12 +153,14 @@ class Model(NamedTuple):
     the search's vectors then has Q^T W^1/2 times the residuals."""
     factored: bool
     loss: float
-    """Sum of squares at the point."""
+    """Sum of squares at the point, of the row losses' halved derivatives."""
+    values: float
+    """Sum of squares in the units of the values, which is another one only of other losses."""
 
 
 @inlined
 def has_effect(
-    vector: Floats, point: int, i: int, column: float, slope: float, loss: float
+    vector: Floats, point: int, i: int, column: float, slope: float, loss: float, values: float
 ) -> bool:
     """Whether a parameter moves the values near a point.
 
@@ -171,18 +173,23 @@ def has_effect(
         i: the parameter.
         column: length of its column of the Jacobian, 0 where its squares vanish.
         slope: derivative of the loss by it.
-        loss: sum of squares at the point.
+        loss: see `Model`.
+        values: see `Model`.
     """
     reach = max(abs(vector[point, i]), vector[NATURAL, i])
-    residual = math.sqrt(loss)
     # No column is shorter than what explains the slope.
-    least = 0.5 * abs(slope) / residual if loss > 0.0 else 0.0
-    return bool(max(column, least) * reach > _LEAST_EFFECT * residual)
+    least = 0.5 * abs(slope) / math.sqrt(loss) if loss > 0.0 else 0.0
+    return bool(max(column, least) * reach > _LEAST_EFFECT * math.sqrt(values))
 
 
 @inlined
 def are_usable(
-    vector: Floats, point: int, loss: float, gradient: Floats, curvature: Floats
+    vector: Floats,
+    point: int,
+    loss: float,
+    values: float,
+    gradient: Floats,
+    curvature: Floats,
 ) -> bool:
     """Whether all numbers are finite, and no square of a column that matters has vanished."""
     finite = math.isfinite(loss) and triangles.all_finite(gradient)
@@ -190,7 +197,7 @@ def are_usable(
         return False
     for i in range(len(gradient)):
         vanished = curvature[i * (i + 1) // 2 + i] == 0.0 and gradient[i] != 0.0
-        if vanished and has_effect(vector, point, i, 0.0, gradient[i], abs(loss)):
+        if vanished and has_effect(vector, point, i, 0.0, gradient[i], abs(loss), values):
             return False
     return True
 
@@ -210,9 +217,8 @@ def find_roles(vector: Floats, model: Model, space: Workspace) -> None:
         column = math.sqrt(model.curvature[i * (i + 1) // 2 + i])
         moves = vector[FREE, i] != 0.0 and column > 0.0
         is_linear = vector[LINEAR, i] != 0.0
-        moves = moves and (
-            is_linear or has_effect(vector, model.point, i, column, slope, model.loss)
-        )
+        effect = has_effect(vector, model.point, i, column, slope, model.loss, model.values)
+        moves = moves and (is_linear or effect)
         space.role[i] = STAYS
         if moves and vector[LOWER, i] < vector[UPPER, i]:
             space.role[i] = MOVES

@@ -101,7 +101,7 @@ def begin_probe(
     for i in range(n):
         if vector[FREE, i] != 0.0 and vector[LOWER, i] < vector[UPPER, i]:
             free += 1
-            dead += not _moves_values(vector, i, model, limits)
+            dead += not _moves_values(vector, i, model)
     most = MOST_PROBES if dead > 0 else _PROBES
     if free == 0 or counter[PROBES] >= most or counter[ITERATIONS] >= limits.iterations:
         return False
@@ -117,10 +117,10 @@ def begin_probe(
         share -= math.floor(share)
         # Bits of the number of the perturbation, so that all signs of two parameters come.
         sign = 1.0 if ((counter[PROBES] * (i + 1)) ^ (i >> 1)) & 1 == 0 else -1.0
-        if vector[FREE, i] == 0.0 or (dead > 0 and _moves_values(vector, i, model, limits)):
+        if vector[FREE, i] == 0.0 or (dead > 0 and _moves_values(vector, i, model)):
             pass
         elif dead == 0:
-            trial += sign * (0.3 + share) * _SMALL * math.sqrt(model.loss / free) / column
+            trial += sign * (0.3 + share) * _SMALL * math.sqrt(model.values / free) / column
         elif abs(x) <= _TINY * scale and counter[PROBES] < 2:
             trial = _in_box(vector, i, sign * (0.5 + share) * _SMALL * scale, share)
         elif vector[UPPER, i] - vector[LOWER, i] <= _NARROW * scale:
@@ -138,15 +138,11 @@ def begin_probe(
 
 
 @inlined
-def _moves_values(vector: Floats, i: int, model: Model, limits: SearchLimits) -> bool:
-    """Whether a parameter has an effect at X; one that the model gives no column has none.
-
-    Of other losses than squares the derivatives have other units than the values.
-    """
+def _moves_values(vector: Floats, i: int, model: Model) -> bool:
+    """Whether a parameter has an effect at X; one that the model gives no column has none."""
     column = math.sqrt(model.curvature[i * (i + 1) // 2 + i])
-    effect = vector[LINEAR, i] != 0.0 or not limits.squares
-    effect = effect or has_effect(vector, X, i, column, model.gradient[i], model.loss)
-    return column > 0.0 and effect
+    effect = has_effect(vector, X, i, column, model.gradient[i], model.loss, model.values)
+    return column > 0.0 and (vector[LINEAR, i] != 0.0 or effect)
 
 
 @inlined
@@ -174,6 +170,7 @@ def leads_on(
     curvature: Floats,
     loss: float,
     squares: float,
+    values: float,
     limits: SearchLimits,
     space: Workspace,
 ) -> bool:
@@ -182,18 +179,15 @@ def leads_on(
     Where the trial's model promises that, PROBING stays above 0 and the trial becomes what the
     model proposes; else PROBING is 0 and the search may end. Rows of ``vector`` are those of
     Levenberg-Marquardt's damping. Gradient, curvature and loss are those at the trial, and
-    ``squares`` is the sum of squares that the model is about, see `linear_model`.
+    ``squares`` and ``values`` are the two sums of squares of its `Model`.
     """
     least = number[LOSS] - limits.flat * limits.flat * abs(number[LOSS])
     n = vector.shape[1]
-    usable = are_usable(vector, TRIAL, squares, gradient, curvature)
+    usable = are_usable(vector, TRIAL, squares, values, gradient, curvature)
     for i in range(n if usable and counter[PLATEAU] == LEAVING else 0):
         column = math.sqrt(curvature[i * (i + 1) // 2 + i])
         moves = vector[TRIAL, i] != vector[X, i]
-        effect = column > 0.0
-        if limits.squares:
-            effect = has_effect(vector, TRIAL, i, column, gradient[i], squares)
-        if moves and effect:
+        if moves and has_effect(vector, TRIAL, i, column, gradient[i], squares, values):
             counter[PLATEAU] = SEEN
     if usable and loss < least:
         counter[PROBING] = 0
@@ -204,7 +198,7 @@ def leads_on(
         return False
     if counter[ITERATIONS] >= limits.iterations:
         return False
-    model = Model(TRIAL, gradient, curvature, space.columns, False, squares)
+    model = Model(TRIAL, gradient, curvature, space.columns, False, squares, values)
     find_roles(vector, model, space)
     for i in range(n):
         vector[SCALE, i] = 0.0
