@@ -45,7 +45,7 @@ def test_the_functions_of_a_template_are_found(search, tmp_path):
     file = tmp_path / "state.npz"
     model = search(template="f(a, b)*exp(-g(c))", simplify=True, checkpoint=file).fit(X, y)
     assert model.subformulas_ == {"f": "1.7 * a * b", "g": "0.4 * c ^ 2"}
-    assert model.expression_ == "1.7 * a * b * exp(-(0.4 * c ^ 2))"
+    assert model.expression_ == "1.7 * a * b * exp(-0.4 * c ^ 2)"
     table = model.equations_.to_pandas()
     assert {"f", "g", "equation", "latex"} <= {*table.columns}
     assert model.front_[0].latex in table.latex.tolist()

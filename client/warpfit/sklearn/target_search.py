@@ -674,8 +674,9 @@ class TargetSearch:
                 replace(
                     equation,
                     complexity=self.rules.size(program),
-                    loss=equation.loss * factor,
-                    excess=equation.excess * factor,
+                    # The factor may be infinite.
+                    loss=equation.loss and equation.loss * factor,
+                    excess=equation.excess and equation.excess * factor,
                     description_length=equation.description_length + of_length + longer,
                     predictive_length=equation.predictive_length + shift,
                     program=program,
