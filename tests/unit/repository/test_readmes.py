@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,41 @@ def test_faults_and_fuzzing_ended_as_they_should():
     assert all(fault["as_expected"] for fault in faults.values())
     fuzz = json.loads((RESULTS / "fuzz.json").read_text())
     assert fuzz["crashes"] == fuzz["internal"] == len(fuzz["not_allowed"]) == 0
+
+
+@pytest.mark.parametrize("readme", [*READMES, "server/SEARCH.md", "CHANGELOG.md"])
+def test_every_name_in_backticks_is_one_of_the_project(readme):
+    """Names with an underscore or a capital inside, but for those of other programs."""
+    text = re.sub(r"```.*?```", "", (ROOT / readme).read_text(), flags=re.DOTALL)
+    unknown = {
+        name
+        for quoted in re.findall(r"`([^`\n]+)`", text)
+        for name in re.findall(r"[A-Za-z_]\w*", quoted)
+        if re.search(r"[a-z0-9]_[a-z0-9]|^_[A-Za-z]+$|[a-z][A-Z]", name)
+    } - words_of_the_project()
+    assert unknown - FOREIGN == set()
+
+
+#: Names of proxies, systemd, scikit-learn and OpenTelemetry, and of functions that a reader writes.
+FOREIGN = {
+    *("client_body_timeout", "client_header_timeout", "client_max_body_size", "grpc_buffer_size"),
+    *("grpc_pass", "grpc_read_timeout", "http2_max_concurrent_streams", "keepalive_requests"),
+    *("limit_conn", "limit_conn_zone", "binary_remote_addr", "connection_limit", "http2_protocol"),
+    *("global_downstream_max_connections", "http2_protocol_options", "initial_stream_window_size"),
+    *("premature_reset_total_stream_count", "request_headers_timeout", "stream_idle_timeout"),
+    *("explicit_http_config", "max_direct_response_body_size_bytes", "CPUQuota"),
+    *("HistGradientBoostingRegressor", "LinearRegression", "find_servers"),
+}
+
+
+@cache
+def words_of_the_project() -> frozenset[str]:
+    """All names in sources, settings and names of files, but for those that stand here."""
+    listed = ["git", "ls-files", "--", ".", ":!*.md", ":!tests/data"]
+    done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
+    words = set(re.findall(r"[A-Za-z_]\w*", done.stdout))
+    kinds = {".py", ".cu", ".proto", ".toml", ".yaml", ".yml", ".json", ".cpp", ".sh"}
+    for path in (ROOT / line for line in done.stdout.splitlines()):
+        if path.suffix in kinds and path != Path(__file__) and path.parent != RESULTS:
+            words |= set(re.findall(r"[A-Za-z_]\w*", path.read_text()))
+    return frozenset(words)
