@@ -396,8 +396,7 @@ class Client:
         found = Fit.of(result, fit, data)
         if not fit.settings.curvature:
             return found
-        again: FitOptions = {**options, "timeout": deadline.remaining()}
-        evidence = gather(self.optimize, data, fit, result, again)
+        evidence = gather(self.optimize, data, fit, result, options, deadline)
         covariance = evidence.covariances if found.covariance is None else found.covariance
         return replace(found, evidence=evidence, covariance=covariance)
 

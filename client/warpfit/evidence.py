@@ -17,7 +17,8 @@ predictions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from statistics import NormalDist
@@ -27,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.display import TextTable
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import DeadlineExceededError, InvalidArgumentError
 from warpfit.expressions.language import DIGITS, FREE, cost, to_text
 from warpfit.ir import Program, subtree_starts
 from warpfit.losses import Closing, TargetStatistics
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from warpfit.calls.dataset_handle import DatasetHandle
     from warpfit.calls.results import Fit
     from warpfit.fitting import FitRequest, FitResult
+    from warpfit.transport.call import Deadline
 
 Floats = NDArray[np.float64]
 
@@ -274,9 +276,10 @@ class Evidence:
     """Warnings about the constants of each formula."""
     intervals: list[Floats] | None = None
     """Profile-likelihood intervals of each formula, [parameters, 2]; see `profile_intervals`. None
-    if not requested."""
+    if not requested, NaN where there was no time for them (``partial``)."""
     terms: list[list[Term]] | None = None
-    """Terms of each formula with their contributions; None if not requested."""
+    """Terms of each formula with their contributions; None if not requested. Their losses are NaN
+    where there was no time for them (``partial``)."""
 
     @classmethod
     def of(
@@ -530,8 +533,20 @@ def terms_of(program: Program) -> list[Term]:
 #: Keywords of a fit that those for its evidence have, too.
 _SAME: Final = (
     *("loss", "method", "accuracy", "max_iterations", "missing", "rows", "precision", "tier"),
-    *("gradient_tolerance", "step_tolerance", "loss_tolerance", "timeout"),
+    *("gradient_tolerance", "step_tolerance", "loss_tolerance"),
 )
+
+
+@contextmanager
+def _in_time(what: str, warnings: list[list[str]], options: FitOptions) -> Iterator[None]:
+    """Warn of what there was no time for, if the caller takes a part of the answer."""
+    try:
+        yield
+    except DeadlineExceededError:
+        if not options.get("partial"):
+            raise
+        for own in warnings:
+            own.append(f"there was no time for {what}")
 
 
 def gather(
@@ -540,11 +555,16 @@ def gather(
     request: FitRequest,
     result: FitResult,
     options: FitOptions,
+    deadline: Deadline,
 ) -> Evidence:
     """Return the evidence for the formulas of a fit, making further fits where they are asked for.
 
-    Each of these is one call of `warpfit.Client.optimize` with the programs of all formulas. The
-    result has one outcome for each program, and curvatures.
+    Each of these is one call of `warpfit.Client.optimize` with the programs of all formulas, in
+    what is left of the time. The result has one outcome for each program, and curvatures. Where the
+    time ends, intervals and terms are NaN, and a warning says so, if ``partial`` allows it.
+
+    Raises:
+        DeadlineExceededError: if the time ends and ``partial`` is not set.
     """
     if not data.has_numbers:
         raise InvalidArgumentError(
@@ -578,6 +598,8 @@ def gather(
     def fit(places: list[int], some: list[Program], starts: Any, held: Any, kept: Any) -> Any:
         """Fit programs that have some parameters of the formulas at ``places``."""
         own = tuple([of[i][k] for i, k in zip(places, kept, strict=True)] for of in bounds)
+        left = deadline.remaining()
+        again["timeout"] = None if left is None else max(1e-3, left)
         found = optimize(data, some, starts, fixed=held, bounds=own, **again)
         return sum_of_squares(closing, found.loss, statistics), found
 
@@ -591,7 +613,9 @@ def gather(
 
     level = options.get("intervals")
     if level is not None:
-        intervals = profile_intervals(evidence, vectors, squares, level, profile, bounds)
+        intervals = [np.full((len(vector), 2), np.nan) for vector in vectors]
+        with _in_time("intervals", evidence.warnings, options):
+            intervals = profile_intervals(evidence, vectors, squares, level, profile, bounds)
         evidence = replace(evidence, intervals=intervals)
     if options.get("terms"):
         terms = [terms_of(program) for program in programs]
@@ -602,11 +626,14 @@ def gather(
         if flat_terms:
             starts, held = ([of[i][k] for i, k in zip(places, kept, strict=True)]
                             for of in (vectors, fixed))  # fmt: skip
-            without, refit = fit(places, [term.rest for term in flat_terms], starts, held, kept)
+            without, losses = np.full((2, len(flat_terms)), np.nan)
+            with _in_time("terms", evidence.warnings, options):
+                without, refit = fit(places, [term.rest for term in flat_terms], starts, held, kept)
+                losses = refit.loss
             with np.errstate(all="ignore"):
-                shares = np.where(without > 0.0, 1.0 - squares[places] / without, 0.0).tolist()
-            losses = refit.loss.tolist()
-            for term, i, loss, share in zip(flat_terms, places, losses, shares, strict=True):
+                shares = np.where(without <= 0.0, 0.0, 1.0 - squares[places] / without)
+            each = zip(flat_terms, places, losses.tolist(), shares.tolist(), strict=True)
+            for term, i, loss, share in each:
                 text = to_text(term.program.bind(vectors[i]), data.names, DIGITS)
                 judged[i].append(replace(term, text=text, loss=loss, contribution=share))
         evidence = replace(evidence, terms=judged)

@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
+from warpfit.cli.standard_streams import tell
 from warpfit.errors import InvalidArgumentError
 from warpfit.server_info import Limits
 from warpfit.transport.connection import is_loopback
 from warpfit.variables import CLIENT_VARIABLES, SERVER_VARIABLES, unknown_variables
+from warpfit_server.observability.logs import json_line
 from warpfit_server.system.machine import (
     EngineDevice,
     available_cores,
@@ -348,13 +350,14 @@ class Config:
         cls, arguments: Sequence[str] | None = None, environment: Mapping[str, str] = os.environ
     ) -> Config:
         """Read flags and variables; print help or an error and exit where they are wrong."""
-        parser = argparse.ArgumentParser(
+        parser = _Parser(
             prog="warpfit serve",
             usage="warpfit serve [--setting VALUE ...]",  # naming all flags would hide an error
             description="Serve expression evaluation over gRPC.",
             epilog="Each flag --some-name may also be set as WARPFIT_SOME_NAME. Sizes may be "
             "written like 256MiB.",
         )
+        parser.logs_json = _wants_json(arguments, environment)
         for sentence in unknown_variables(environment, CLIENT_VARIABLES | SERVER_VARIABLES):
             parser.error(sentence)
         for setting in fields(cls):
@@ -374,6 +377,28 @@ class Config:
                 **switch,
             )
         return cls(**vars(parser.parse_args(arguments)))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in the form of the log."""
+
+    logs_json = False
+
+    def error(self, message: str) -> NoReturn:
+        if not self.logs_json:
+            super().error(message)
+        tell(json_line(message, "error", reason="BAD_OPTION"))
+        raise SystemExit(2)
+
+
+def _wants_json(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> bool:
+    """Return whether the log is JSON, before the other settings are read."""
+    form = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    form.add_argument("--log-format", default=environment.get("WARPFIT_LOG_FORMAT", ""))
+    try:
+        return str(form.parse_known_args(arguments)[0].log_format).lower() == "json"
+    except argparse.ArgumentError:  # a flag without its value
+        return False
 
 
 def _parser_of(setting: Any) -> Callable[[str], Any]:

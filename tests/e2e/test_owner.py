@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import psutil
@@ -165,8 +166,19 @@ def test_a_local_server_serves_this_process_and_others_and_stops():
             there = pool.submit(client.evaluate, data, population, loss="mse").result()
         np.testing.assert_array_equal(here, there)
         assert here[0] == 0.0
+        client.optimize(data, ["p1*x1 + p2*sin(p3*x2)"])
+        assert set(nice_of_engines()) == {os.getpriority(os.PRIO_PROCESS, 0)}, "as this process"
     with pytest.raises(warpfit.WarpfitError):
         client.evaluate(data, ["x1"])
+
+
+def nice_of_engines():
+    """Yield the niceness of each thread of the engines that this process has started."""
+    for child in psutil.Process().children(recursive=True):
+        if "warpfit_server.engine.process" in child.cmdline():
+            for thread in child.threads():
+                with suppress(ProcessLookupError):  # it has ended
+                    yield os.getpriority(os.PRIO_PROCESS, thread.id)
 
 
 def data_population():

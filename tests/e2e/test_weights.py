@@ -41,6 +41,48 @@ def spoilt(place, junk):
     return x, y, w
 
 
+@pytest.mark.parametrize("rows", [(0, 17), (1, ROWS), (1000, 3049), (4999, ROWS)])
+def test_a_range_of_rows_has_the_losses_of_a_data_set_of_its_own(client, rows):
+    """Sums are added up by blocks that begin at fixed rows, so that the last bits may differ."""
+    own = slice(*rows)
+    data = client.upload(X, Y, WEIGHTS, dtype="float64")
+    other = client.upload(X[own], Y[own], WEIGHTS[own], dtype="float64")
+    for loss in ("mse", "r2", "mae", "w*abs(d)^1.5"):
+        found = client.run(data, PROGRAMS, STARTS, loss=loss, rows=rows).losses
+        wanted = client.run(other, PROGRAMS, STARTS, loss=loss).losses
+        np.testing.assert_allclose(found, wanted, rtol=1e-13)
+
+
+@pytest.mark.parametrize("missing", ["refuse", "drop"])
+@pytest.mark.parametrize("place", PLACES)
+def test_the_evidence_is_that_of_the_rows_with_a_weight(client, place, missing):
+    """A row of weight 0 counts as one that is not there, also where a formula has no value."""
+    x, y, w = spoilt(place, "nan")
+    kept = w > 0
+    fits = [
+        client.optimize(
+            client.upload(*rows, dtype="float64"), PROGRAMS, STARTS, evidence=True, missing=missing
+        )
+        for rows in ((x, y, w), (x[kept], y[kept], w[kept]))
+    ]
+    assert_same_fits(*fits)
+
+
+def assert_same_fits(found, wanted):
+    np.testing.assert_array_equal(found.loss, wanted.loss)
+    for name in ("rows", "log_likelihood", "bic", "description_length", "variance", "freedom"):
+        np.testing.assert_array_equal(
+            getattr(found.evidence, name), getattr(wanted.evidence, name), err_msg=name
+        )
+    for got, want in zip(found.parameters, wanted.parameters, strict=True):
+        np.testing.assert_array_equal(got, want)
+    for got, want in zip(
+        found.evidence.standard_errors, wanted.evidence.standard_errors, strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+    assert found.evidence.warnings == wanted.evidence.warnings
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(
     ("place", "junk"), [*((place, "nan") for place in PLACES), *(("first", junk) for junk in JUNK)]

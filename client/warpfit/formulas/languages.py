@@ -116,6 +116,33 @@ _ERF: Final = tuple(
 #: 6.1.41); above 8.5 its error is 1e-16.
 _STIRLING: Final = (1 / 12, -1 / 360, 1 / 1260, -1 / 1680, 1 / 1188, -691 / 360360, 1 / 156)
 
+#: Coefficients of a, a^2, ... in log(gamma(2 + a)): 1 minus Euler's constant, then
+#: (-1)^k (zeta(k) - 1) / k (Abramowitz and Stegun 1964, 6.1.33). For |a| <= 1/2 the rest is 1e-18.
+_LGAMMA: Final = (
+    *(0.42278433509846713, 0.3224670334241132, -0.0673523010531981, 0.020580808427784546),
+    *(-0.007385551028673986, 0.0028905103307415234, -0.001192753911703261, 0.0005096695247430425),
+    *(
+        -0.00022315475845357939,
+        9.945751278180853e-05,
+        -4.492623673813314e-05,
+        2.050721277567069e-05,
+    ),
+    *(-9.439488275268397e-06, 4.374866789907488e-06, -2.039215753801366e-06, 9.55141213040742e-07),
+    *(
+        -4.492469198764566e-07,
+        2.1207184805554665e-07,
+        -1.0043224823968099e-07,
+        4.7698101693639804e-08,
+    ),
+    *(
+        -2.2711094608943164e-08,
+        1.0838659214896955e-08,
+        -5.183475041970047e-09,
+        2.4836745438024785e-09,
+    ),
+    *(-1.1921401405860912e-09, 5.731367241678862e-10, -2.7595228851242334e-10),
+)
+
 
 def _polynomial(coefficients: tuple[float, ...], name: str) -> str:
     text = repr(coefficients[-1])
@@ -166,8 +193,14 @@ HELPERS: Final[Mapping[str, str]] = {
     "sinpi": "select(floor(0.5 * floor(a + 0.5)) == 0.5 * floor(a + 0.5), "
     "sin(3.141592653589793 * (a - floor(a + 0.5))), "
     "-sin(3.141592653589793 * (a - floor(a + 0.5))))",
-    "lgamma": "select(a < 0.5, select(abs(a) < 1e-30, -log(abs(a)), select(floor(a) == a, inf, "
-    "1.1447298858494002 - log(abs(sinpi(a))) - lgamma_right(1 - a))), lgamma_right(a))",
+    # Next to the zeros at 1 and 2 most libraries have only an absolute accuracy.
+    "lgamma": "lgamma_by_place(a, select(abs(a - 1.5) <= 1, a, 1.5))",
+    "lgamma_by_place": "select(a == b, select(b < 1.5, lgamma_near_two(b - 1) - log(b), "
+    "lgamma_near_two(b - 2)), lgamma_elsewhere(a))",
+    "lgamma_near_two": f"({_polynomial(_LGAMMA, 'a')}) * a",
+    "lgamma_elsewhere": "select(a < 0.5, select(abs(a) < 1e-30, -log(abs(a)), "
+    "select(floor(a) == a, inf, 1.1447298858494002 - log(abs(sinpi(a))) "
+    "- lgamma_right(1 - a))), lgamma_right(a))",
     "lgamma_right": "select(a < 9, lgamma_stirling(a + 8) - log(rising(a)), lgamma_stirling(a))",
     "lgamma_stirling": "(a - 0.5) * (log(a) - 1) + 0.4189385332046727 + stirling(1 / a)",
 }
@@ -399,11 +432,11 @@ _R: Final = Language(
         **{"select": "formula_select({a}, {b}, {c})", "fmod": "formula_fmod({a}, {b})"},
         **{"power": "({a:91}^{b:91})", "square": "{a:91}^2", "rint": "round({a})"},
         **{"ceil": "ceiling({a})", "hypot": "Mod(complex(real = {a}, imaginary = {b}))"},
-        **{"lgamma": "suppressWarnings(lgamma({a}))", "max": "pmax({a}, {b})"},
+        **{"lgamma_elsewhere": "suppressWarnings(lgamma({a}))", "max": "pmax({a}, {b})"},
         **{"min": "pmin({a}, {b})", "sign": "sign({a})"},
     },
     # R's own gamma loses four digits next to its overflow, and is 0 where it is subnormal.
-    missing=frozenset({"mod", "pow", "cbrt", "erf", "erfc", "tgamma"}),
+    missing=frozenset({"mod", "pow", "cbrt", "erf", "erfc", "tgamma", "lgamma"}),
     texts={
         "true": "formula_true <- function(a) a & !is.na(a)",
         "select": """
@@ -508,7 +541,8 @@ _PYTHON_WORDS: Final = f"{' '.join(keyword.kwlist)} np math jnp jax torch X p"
 _INVERSE: Final = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "atan2": "arctan2"}
 _COPIED: Final = {
     "pow": special.power,
-    **{name: getattr(special, name) for name in ("erf", "erfc", "tgamma", "lgamma")},
+    **{name: getattr(special, name) for name in ("erf", "erfc", "tgamma")},
+    "lgamma_elsewhere": special.lgamma,
 }
 _NUMPY: Final = Language(
     head="def {name}({arguments}):",
@@ -528,6 +562,7 @@ _NUMPY: Final = Language(
         **{"max": "np.maximum({a}, {b})", "min": "np.minimum({a}, {b})"},
         **{f: f"np.{name}({{a}}{', {b}' * (f == 'atan2')})" for f, name in _INVERSE.items()},
     },
+    missing=frozenset({"lgamma"}),
     texts={
         "numbers": '''
 def formula_numbers(data):
@@ -578,10 +613,10 @@ _JAX: Final = Language(
         **{"max": "jnp.maximum({a}, {b})", "min": "jnp.minimum({a}, {b})"},
         **{f: f"jnp.{name}({{a}}{', {b}' * (f == 'atan2')})" for f, name in _INVERSE.items()},
         **{name: f"jax.scipy.special.{name}({{a}})" for name in ("erf", "erfc")},
-        **{"lgamma": "jax.scipy.special.gammaln({a})", "power": "jnp.power({a}, {b})"},
-        "fmod": "jnp.fmod({a}, {b})",
+        "lgamma_elsewhere": "jax.scipy.special.gammaln({a})",
+        **{"fmod": "jnp.fmod({a}, {b})", "power": "jnp.power({a}, {b})"},
     },
-    missing=frozenset({"tgamma", "mod"}),
+    missing=frozenset({"tgamma", "lgamma", "mod"}),
     words=_PYTHON_WORDS + " float",
 )
 _TORCH: Final = Language(
@@ -644,7 +679,7 @@ _PYTHON: Final = Language(
         **{f: f"formula_call(math.{f}, {{a}})" for f in _RAISING if f not in _LOGS},
         **{"remainder": "({a:61} % {b:61})", "floored": "({a:61} // 1.0)"},
     },
-    missing=frozenset({"rint"}),
+    missing=frozenset({"rint", "lgamma"}),
     helpers={
         **{f: f"select(a == 0, -inf, raw_{f}(a))" for f in ("log", "log2", "log10")},
         "log1p": "select(a == 0, a, select(a == -1, -inf, raw_log1p(a)))",
@@ -687,8 +722,8 @@ def formula_tgamma(a):
         return math.gamma(a)
     except (OverflowError, ValueError):
         return math.copysign(math.inf, a) if a > -1.0 else math.nan""",
-        "lgamma": """
-def formula_lgamma(a):
+        "lgamma_elsewhere": """
+def formula_lgamma_elsewhere(a):
     try:
         return math.lgamma(a)
     except (OverflowError, ValueError):

@@ -108,7 +108,7 @@ def snap(
     """
     searches = [
         _Search(
-            simplified(program, settings.assume_defined),
+            _rewritten(program, settings),
             DefinedRegion(program, settings.low, settings.high, settings.sample),
         )
         for program in programs
@@ -126,6 +126,18 @@ def snap(
         losses, fitted = yield [program for program, _ in lifted], [start for _, start in lifted]
         _choose(trials, losses, fitted, Rules(settings.assume_defined))
     return (yield from _finish(searches, _DIGITS if settings.numbers else range(0)))
+
+
+def _rewritten(program: Program, settings: SnapSettings) -> Program:
+    """Apply the exact rules, unless they move an overflow to other rows.
+
+    In ``x2/x1*relu(x3)`` they multiply before they divide, which may leave the range of float64.
+    """
+    found = simplified(program, settings.assume_defined)
+    if settings.assume_defined:
+        return found
+    given, now = (np.isfinite(evaluate_program(p, settings.sample)) for p in (program, found))
+    return found if np.array_equal(given, now) else program
 
 
 def _begin(
@@ -150,6 +162,9 @@ def _begin(
         column = np.where(np.isnan(table[:, place]), math.inf, table[:, place])
         if not search.region.keeps(refitted[place]):
             column[1] = math.inf
+        is_moved = math.isfinite(column[0]) and not math.isfinite(column[2])
+        if is_moved and not settings.assume_defined:  # an overflow, in rows beyond the sample
+            column[0], choices[0][place] = math.inf, programs[place]
         best = int(np.argmin(column))
         search.program = choices[best][place]
         search.initial_loss = search.loss = float(table[best, place])

@@ -43,6 +43,8 @@ _ORDERING: Final = COMPARISONS | {"min", "max", "relu"}
 _LARGEST_INTEGER: Final = 10
 #: Larger whole numbers may not be float64.
 _LARGEST_EXACT: Final = 2**53
+#: What numbers that float64 cannot hold become in it.
+_BEYOND: Final = frozenset({0.0, math.inf, -math.inf})
 #: Deepest nesting of what is returned: SymPy's own functions call themselves at each level.
 _DEEPEST: Final = 100
 
@@ -284,8 +286,16 @@ def _apply(row: Operator, operands: list[Any]) -> Any:
         # remainders of conditions divide by zero, or do not end.
         with sympy.evaluate(False):
             result = _function(row.name)(*operands)
-    # A division by what cancels to zero: an infinity of unknown sign.
-    return result.xreplace({sympy.zoo: sympy.nan})
+    if any(number and float(number) in _BEYOND for number in result.atoms(sympy.Float)):
+        # SymPy has multiplied out numbers to one that float64 cannot hold.
+        with sympy.evaluate(False):
+            result = _function(row.name)(*operands)
+    # What is divided by is +0 in the branch of a comparison that is false; of what cancels to zero
+    # nobody knows the sign.
+    branches = {
+        each: each.xreplace({sympy.zoo: sympy.oo}) for each in result.atoms(sympy.Piecewise)
+    }
+    return result.xreplace(branches).xreplace({sympy.zoo: sympy.nan})
 
 
 def _number(value: float) -> Any:

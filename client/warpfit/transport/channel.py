@@ -512,8 +512,9 @@ class OpenCalls:
 
 
 def _is_unanswered(error: Any) -> bool:
-    """Return whether the time of a call ended before its answer came."""
-    return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    """Return whether the time of a call ended without a word of the server."""
+    is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    return is_late and codec.ERROR_METADATA_KEY not in dict(error.trailing_metadata() or ())
 
 
 def trace_context() -> Metadata:

@@ -46,6 +46,9 @@ _OF_ALL_ROWS: Final = ("values", "jacobian", "reductions")
 _OF_WEIGHTED_ROWS: Final = ("losses", "gradients", "variable_gradients", "moments")
 #: Row ranges of a data set whose statistics are kept.
 _KEPT_RANGES: Final = 256
+#: Mean square below which squares of float64 have lost digits, because they are multiples of
+#: 2^-1074: a quotient of such sums has fewer than eleven. Targets and values are below 1e-155 then.
+_LEAST_SQUARE: Final = 2.0**-1035
 
 
 def reduce_to_sums(evaluation: Evaluation, outputs: Outputs) -> tuple[Evaluation, Outputs]:
@@ -265,18 +268,22 @@ class Finalizer:
             scaling: receives slopes and intercepts, [programs, K, 2].
             correlations: receives the correlations, [programs, K].
         """
+        rows = evaluation.row_range(dataset.layout)
+        least = (rows[1] - rows[0]) * _LEAST_SQUARE
         if correlations is not None and moments is not None:
-            correlations[...] = correlation(moments)
+            correlations[...] = correlation(moments, least)
         loss = evaluation.loss_function
         if loss is None or outputs.losses is None:
             return
         if scaling is not None and moments is not None:
-            scaling[...], outputs.losses[...] = scale_linearly(moments)
-        rows = evaluation.row_range(dataset.layout)
+            scaling[...], outputs.losses[...] = scale_linearly(moments, least)
         statistics = self.statistics(dataset, rows)
         yield from statistics.divisor_steps(loss.closing)
         losses = outputs.losses
         losses[...] = close_losses(loss.closing, losses, statistics)
+        is_relative = loss.closing in (Closing.RELATIVE, Closing.SCORE)
+        if is_relative and 0.0 < statistics.variation < least:
+            losses[...] = np.nan
         if (gradients := outputs.variable_gradients) is not None:
             losses_of = losses[:, :, None]
             gradients[...] = close_gradients(loss.closing, gradients, losses_of, statistics)
@@ -288,26 +295,34 @@ class Finalizer:
             gradients[...] = close_gradients(loss.closing, gradients, losses_of, statistics)
 
 
-def scale_linearly(moments: Floats) -> tuple[Floats, Floats]:
+def scale_linearly(moments: Floats, least: float = 0.0) -> tuple[Floats, Floats]:
     """Fit slope and intercept in closed form (Keijzer 2003, "Improving symbolic regression").
 
     Args:
         moments: `Moments`, [..., MOMENTS].
+        least: sums of squares between 0 and this have lost digits, see `_LEAST_SQUARE`.
 
     Returns:
         Slope and intercept, [..., 2], and the remaining sum of squares, [...]. A constant program
-        has slope 0.
+        has slope 0; what has lost its digits is NaN.
+    """
+    named = Moments.of(moments)
+    is_lost = (named.squares_f > 0.0) & (named.squares_f < least)
+    with np.errstate(all="ignore"):
+        slope = np.where(named.squares_f == 0.0, 0.0, named.products / named.squares_f)
+        slope = np.where(is_lost, np.nan, slope)
+        intercept = named.mean_y - slope * named.mean_f
+    residual = np.where(is_lost, np.nan, named.residual)
+    return np.stack([slope, intercept], axis=-1), residual
+
+
+def correlation(moments: Floats, least: float = 0.0) -> Floats:
+    """Return Pearson's correlation, [...]; NaN where the values or the target do not vary.
+
+    It is NaN, too, where a sum of squares is below ``least``, and has lost its digits.
     """
     named = Moments.of(moments)
     with np.errstate(all="ignore"):
-        slope = np.where(named.squares_f == 0.0, 0.0, named.products / named.squares_f)
-        intercept = named.mean_y - slope * named.mean_f
-    return np.stack([slope, intercept], axis=-1), named.residual
-
-
-def correlation(moments: Floats) -> Floats:
-    """Return Pearson's correlation, [...]; NaN where the values or the target do not vary."""
-    named = Moments.of(moments)
-    with np.errstate(all="ignore"):
         scaled = named.products / np.sqrt(named.squares_f) / np.sqrt(named.squares_y)
-        return np.clip(scaled, -1.0, 1.0)
+        is_lost = np.minimum(named.squares_f, named.squares_y) < least
+        return np.where(is_lost, np.nan, np.clip(scaled, -1.0, 1.0))

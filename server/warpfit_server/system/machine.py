@@ -6,7 +6,7 @@ In a container, or under systemd, the kernel limits the CPU time of a group of p
 period, and their memory. If more threads run than the CPU time is enough for, all of them stand
 still until the period is over; processes that take more memory are killed.
 
-Counting GPUs initialises CUDA, so a process of its own does it, which runs this module.
+Asking for GPUs initialises CUDA, so a process of its own does it, which runs this module.
 """
 
 import ctypes
@@ -276,7 +276,7 @@ def resolve_devices(text: str) -> str:
     if text not in ("auto", "all"):
         return text
     try:
-        count = min(MOST_ENGINES, _count_gpus())
+        count = min(MOST_ENGINES, len(_gpu_memories()))
     except UnavailableError as error:
         if text == "all":
             raise
@@ -286,22 +286,37 @@ def resolve_devices(text: str) -> str:
 
 
 def check_device_memory(devices: str, memory: int | None) -> None:
-    """Check that resolved devices are GPUs if their memory is limited.
+    """Check that resolved devices are GPUs that have the memory to which theirs is limited.
 
     Raises:
-        InvalidArgumentError: if they are not.
+        InvalidArgumentError: if they are not, or have less.
     """
-    if memory is not None and any(device.kind == "cpu" for device in engine_devices(devices)):
+    if memory is None:
+        return
+    engines = engine_devices(devices)
+    if any(device.kind == "cpu" for device in engines):
         raise InvalidArgumentError(
             "--device-memory limits the memory of GPUs, and the CPU engine serves",
             "BAD_OPTION",
             "Leave it out, or limit data sets by --max-resident-bytes",
             "device_memory",
         )
+    sizes: list[int] = []
+    with suppress(UnavailableError):  # the engines say what is wrong with their devices
+        sizes = _gpu_memories()
+    for device in engines:
+        if device.ordinal < len(sizes) and sizes[device.ordinal] < memory:
+            raise InvalidArgumentError(
+                f"--device-memory allows {memory / 2**30:.1f} GiB, and {device.label} has "
+                f"{sizes[device.ordinal] / 2**30:.1f} GiB",
+                "OVER_MEMORY",
+                "Give less, or leave it out for 90 percent of each GPU",
+                "device_memory",
+            )
 
 
-def _count_gpus() -> int:
-    """Return the number of GPUs, at least 1, without initialising CUDA in this process."""
+def _gpu_memories() -> list[int]:
+    """Return the bytes of each GPU, at least one, without initialising CUDA in this process."""
     reason = "CuPy is not installed (pip install '.[cuda13]' or '[cuda12]')"
     if find_spec("cupy") is not None:
         child = python_child("-m", __name__)
@@ -310,26 +325,31 @@ def _count_gpus() -> int:
         except subprocess.TimeoutExpired:
             reason = f"the CUDA driver has not answered for {_COUNT_SECONDS:g} s"
         else:
-            if run.returncode == 0 and int(run.stdout) > 0:
-                return int(run.stdout)
+            if run.returncode == 0 and run.stdout.split():
+                return [int(size) for size in run.stdout.split()]
             reason = (run.stderr.strip().splitlines() or ["the driver reports none"])[-1]
     raise UnavailableError(
         f"no CUDA device: {reason}", "NO_CUDA_DEVICE", "Check nvidia-smi, or run with --devices cpu"
     )
 
 
-def _ask_driver() -> int:
-    """Return the number of GPUs that the driver shows this process."""
+def _ask_driver() -> list[int]:
+    """Return the bytes of each GPU that the driver shows this process."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise SystemExit(str(error)) from error
-    count = ctypes.c_int(0)
+    count, device, size = ctypes.c_int(0), ctypes.c_int(0), ctypes.c_size_t(0)
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    found: list[int] = []
+    while not status and len(found) < count.value:
+        status = driver.cuDeviceGet(ctypes.byref(device), len(found))
+        status = status or driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+        found.append(size.value)
     if status:
         raise SystemExit(f"the CUDA driver reports error {status}")
-    return count.value
+    return found
 
 
 if __name__ == "__main__":
-    print(_ask_driver())
+    print(*_ask_driver())

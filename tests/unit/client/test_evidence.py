@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -167,6 +169,38 @@ def test_terms_are_judged_by_fits_without_them(lines):
     signs = evidence.terms_of(parse("x1 - (p1 - -(x2 + p2*x3))"))
     assert [str(term.program) for term in signs] == ["x1", "-p1", "-x2", "-(p2 * x3)"]
     assert str(signs[0].rest) == "-p1 - x2 - p2 * x3"
+
+
+@pytest.mark.parametrize("further", [{"terms": True}, {"intervals": 0.9}])
+def test_further_fits_end_with_the_time_of_the_call(client, monkeypatch, further):
+    """Each gets what is left; what there is no time for is an error, or NaN with a warning."""
+    data = client.upload(x[:, None], LINE, W, dtype="float64")
+    given, optimize, passed = [], client.optimize, [0.0]
+
+    def fit(*arguments, timeout, **options):
+        given.append(timeout)
+        if timeout <= 0.5:
+            raise warpfit.DeadlineExceededError("no time", "DEADLINE_EXCEEDED")
+        passed[0] += 7.0
+        return optimize(*arguments, timeout=timeout, **options)
+
+    monkeypatch.setattr(client, "optimize", fit)
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + passed[0])
+    found = optimize(data, TEXTS[:1], evidence=True, timeout=10.0, partial=True, **further)
+    assert given[0] <= 10.0
+    assert all(after <= max(1e-3, before - 7.0) for before, after in pairwise(given))
+    found_nan = (
+        [term.loss for term in found.evidence.terms[0]]
+        if "terms" in further
+        else found.evidence.intervals[0]
+    )
+    is_over = given[-1] <= 0.5
+    assert np.isnan(found_nan).all() == is_over
+    assert any("no time" in text for text in found.evidence.warnings[0]) == is_over
+    passed[0] += 10.0
+    with pytest.raises(warpfit.DeadlineExceededError):
+        optimize(data, TEXTS[:1], evidence=True, timeout=0.4, **further)
 
 
 def test_intervals_of_a_line_are_those_of_student(client):

@@ -1,5 +1,6 @@
 """Settings of the server from flags and the environment."""
 
+import json
 from dataclasses import fields
 
 import pytest
@@ -103,6 +104,36 @@ def test_wrong_settings_are_refused(arguments, environment, capsys):
         Config.from_arguments(arguments, environment)
     assert caught.value.code == 2
     assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (["--log-format", "json", "--port", "many"], {}),
+        (["--threads", "0", "--log-format=JSON"], {}),
+        (["--no-such-flag", "--log-f", "json"], {}),
+        (["--port"], {"WARPFIT_LOG_FORMAT": "json"}),
+        ([], {"WARPFIT_LOG_FORMAT": "json", "WARPFIT_DEVICES": "0,,1"}),
+        ([], {"WARPFIT_LOG_FORMAT": "json", "WARPFIT_THREDS": "3"}),
+    ],
+)
+def test_wrong_settings_are_refused_in_the_form_of_the_log(arguments, environment, capsys):
+    with pytest.raises(SystemExit) as caught:
+        Config.from_arguments(arguments, environment)
+    assert caught.value.code == 2
+    written = capsys.readouterr()
+    (line,) = written.err.splitlines()
+    assert json.loads(line)["level"] == "error"
+    assert json.loads(line)["reason"] == "BAD_OPTION"
+    assert json.loads(line)["message"]
+    assert not written.out
+
+
+@pytest.mark.parametrize("arguments", [["--log-format"], ["--log-format", "xml"]])
+def test_a_form_of_the_log_that_is_none_is_refused_as_text(arguments, capsys):
+    with pytest.raises(SystemExit):
+        Config.from_arguments(arguments, {})
+    assert "error: argument --log-format" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

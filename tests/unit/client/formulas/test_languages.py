@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mpmath
 import numpy as np
 import pytest
 
@@ -142,6 +143,18 @@ def test_every_operator_at_the_edges_of_float64(language, tmp_path):
         if language != "octave" and program.codes[-1] not in MIN_MAX:
             at = np.flatnonzero((wanted == 0) & (np.signbit(values) != np.signbit(wanted)))
             assert not len(at), (str(program), EDGE_COLUMNS[:, at[:3]].T)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_lgamma_keeps_its_digits_next_to_its_zeros(language, tmp_path):
+    if not available(language) or language == "cuda":
+        pytest.skip(f"nothing here runs {language}, or its text is that of C++ but for two words")
+    steps = np.r_[0.0, 10.0 ** np.arange(-16, 0), 0.3, 0.49999, 0.5]
+    x = np.unique(np.concatenate([zero + sign * steps for zero in (1, 2) for sign in (1, -1)]))
+    with mpmath.workdps(40):
+        wanted = np.array([float(mpmath.loggamma(float(each))) for each in x])
+    (found,) = run(language, [parse("lgamma(x1)").code(language)], [[]], x[None], tmp_path)
+    np.testing.assert_allclose(found, wanted, rtol=4e-15, atol=0.0)
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

@@ -16,7 +16,7 @@ from warpfit import InvalidArgumentError, Program, parse
 from warpfit.expressions.language import to_latex, to_text
 from warpfit.expressions.reference import evaluate_program
 from warpfit.formulas.intervals import DefinedRegion
-from warpfit.formulas.snapping import SnapSettings, snap
+from warpfit.formulas.snapping import SnapSettings, _rewritten, snap
 
 rng = np.random.default_rng(3)
 X = rng.uniform(0.5, 3.0, (200, 3))
@@ -63,6 +63,41 @@ def test_a_formula_stays_defined_between_the_rows(client):
     difference = evaluate_program(found, fresh.T) - evaluate_program(parse(text), fresh.T)
     assert np.isfinite(difference).all()
     assert np.abs(difference).max() < 0.5
+
+
+HUGE = np.array([[-2.0, 2.0, 1e308], [1.0, 1.0, 1.0], [2.0, 3.0, 4.0], [3.0, 1.0, 2.0]])
+
+
+@pytest.mark.parametrize(
+    ("text", "is_finite"),
+    [("x2/x1*relu(x3)", True), ("x2*relu(x3)/x1", False), ("x3*(x2*1e-300)*1e299/x1", True)],
+)
+def test_no_overflow_is_moved(client, text, is_finite):
+    """What is finite on the data stays finite, and what is infinite there stays infinite."""
+    program = parse(text)
+    with np.errstate(all="ignore"):
+        wanted = evaluate_program(program, HUGE.T)
+        assert np.isfinite(wanted).all() == is_finite
+        data = client.upload(HUGE, np.nan_to_num(wanted, posinf=0.0, neginf=0.0), dtype="float64")
+        found = client.simplify(data, text)
+        values = evaluate_program(found.programs[0], HUGE.T)
+    np.testing.assert_array_equal(np.isfinite(values), np.isfinite(wanted))
+    np.testing.assert_allclose(values, wanted, rtol=1e-12)
+
+
+@given(programs(12), st.integers(0, 2**32))
+def test_no_rewriting_moves_an_infinity(program, seed):
+    """Data of any size: the exact rules are taken where they leave infinities where they are."""
+    own = np.random.default_rng(seed)
+    sample = 10.0 ** own.uniform(-300, 300, (max(1, program.variables), 20))
+    sample *= np.sign(own.normal(size=sample.shape))
+    program = program.bind(np.ones(program.parameters))
+    low, high = sample.min(axis=1), sample.max(axis=1)
+    settings = SnapSettings(0.01, 1e-14, False, sample, low, high, 0.0)
+    with np.errstate(all="ignore"):
+        wanted = np.isfinite(evaluate_program(program, sample))
+        found = np.isfinite(evaluate_program(_rewritten(program, settings), sample))
+    np.testing.assert_array_equal(found, wanted)
 
 
 TERMS = ["log(0.9123 + x1)", "1/(1.3171 + x1)", "sqrt(0.2371 + x1)", "tan(0.4913*x1)"]

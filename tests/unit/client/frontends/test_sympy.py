@@ -243,6 +243,37 @@ def test_columns_called_like_parameters_or_variables_are_told_apart(names, text)
     )
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["x1/(x1 > 5)", "inv(x1 > 5)", "1/(x1 > 5) + x1", "-1/(x1 > 5)", "x1/-(x1 > 5)", "(x1 > 5)^-2",
+     "x1/(x1 > 5)/(x1 < 7)", "x1/where(x1 > 5, x1, 0)", "pow(x1 > 5, -1)"],
+)  # fmt: skip
+def test_a_quotient_by_a_false_comparison_is_infinite(text):
+    program, rows = parse(text), np.array([[-2.0, 0.0, 3.0, 6.0, 8.0]])
+    expression = to_sympy(program)
+    with np.errstate(all="ignore"):
+        wanted = reference.evaluate_program(program, rows)
+    found = [float(expression.subs(x1, S.Rational(x))) for x in rows[0].tolist()]
+    np.testing.assert_array_equal(found, wanted, strict=False)
+    with np.errstate(all="ignore"):
+        again = reference.evaluate_program(from_sympy(expression), rows)
+    np.testing.assert_array_equal(again, wanted)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["3e-266*(2e-266 + p1)", "3e200*(2e200 + p1)*2", "1e-200*(x1*1e-200 + x2)/3", "x1*1e-320"],
+)
+def test_no_number_leaves_the_range_of_float64(text):
+    """SymPy's own numbers have exponents of any size."""
+    program, rows = parse(text), np.array([[2.0, 3.0], [0.5, 1.0]])
+    again = from_sympy(to_sympy(program))
+    np.testing.assert_allclose(
+        reference.evaluate_program(again, rows, [0.7]),
+        reference.evaluate_program(program, rows, [0.7]),
+    )
+
+
 def test_lgamma_is_real_and_comes_back():
     expression = to_sympy(parse("lgamma(x1)"))
     assert float(S.N(expression.subs(x1, -2.3))) == pytest.approx(0.36956666345500805, rel=1e-14)

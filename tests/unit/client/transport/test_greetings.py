@@ -123,6 +123,27 @@ def test_a_server_that_is_really_gone_is_named(served, monkeypatch):
             evaluate(client, data, timeout=0.6)
 
 
+def test_what_a_server_says_of_the_time_of_a_question_is_told(served, monkeypatch):
+    """A deadline that the server itself has ended is no silence of the connection."""
+    server, _, address = served
+    with warpfit.connect(address) as client:
+        data = client.upload(X, X[:, 0])
+        monkeypatch.setattr(channel, "_SILENCE_SECONDS", 0.0)
+        answer = server.answer
+        late = warpfit.DeadlineExceededError("all engines compile", "ENGINE_BUSY", "Wait")
+
+        def late_greetings(request):
+            return _raise(late) if request.method == "GetServerInfo" else answer(request)
+
+        monkeypatch.setattr(server, "answer", late_greetings)
+        transport = client._failover.transport
+        before = transport._open[address]
+        for ask in (lambda: evaluate(client, data, timeout=5), client.info):
+            with pytest.raises(warpfit.DeadlineExceededError, match="all engines compile"):
+                ask()
+        assert transport._open[address] is before
+
+
 def test_calls_in_flight_keep_their_connection(served, monkeypatch):
     """An old connection is closed only when nobody waits there any more."""
     server, servicer, address = served

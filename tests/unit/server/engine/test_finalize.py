@@ -103,6 +103,29 @@ def test_a_constant_program_is_scaled_to_the_mean():
     assert np.isnan(correlation(moments_of(np.full(10, 3.0), y, w)))
 
 
+@pytest.mark.parametrize("scale", [1e150, 1e-150, 1e-153, 1e-156, 1e-158, 1e-160, 1e-161])
+def test_a_quotient_that_has_lost_its_digits_is_no_number(scale):
+    """Squares below 1e-308 have fewer and fewer digits; quotients of their sums would tell none."""
+    f, noise = np.random.default_rng(4).normal(size=(2, 40))
+    y = 2.0 * f + noise
+
+    def quotients(unit):
+        dataset = Dataset.of((f * unit)[:, None], y * unit, dtype="float64")
+        moments = moments_of(f * unit, y * unit, np.ones(40))
+        squares = float(np.sum(np.square(noise * unit)))
+        outputs = Outputs(None, np.full((7, 2), squares), np.zeros(1, np.uint8), lambda _: None)
+        scaling, correlations = np.zeros((7, 2, 2)), np.zeros((7, 2))
+        wished = evaluation(values=False, loss=Loss.NMSE, linear_scaling=True, correlation=True)
+        repeated = np.tile(moments, (7, 2, 1))
+        steps = Finalizer().finalize(wished, dataset, outputs, repeated, scaling, correlations)
+        run_to_end(steps)
+        alone = losses_of(Finalizer(), dataset, squares, loss=Loss.R2)
+        return [scaling[0, 0, 0], correlations[0, 0], outputs.losses[0, 0], alone[0, 0]]
+
+    for one, other in zip(quotients(1.0), quotients(scale), strict=True):
+        assert other == pytest.approx(one, rel=1e-9) or (np.isnan(other) and scale < 1e-154)
+
+
 @pytest.mark.parametrize("closing", list(Closing))
 @pytest.mark.parametrize("row", ["square(d)", "abs(d)", "w*square(d)"])
 def test_sums_become_the_losses_and_gradients_of_the_reference(closing, row):

@@ -1,5 +1,6 @@
 """Devices that ``--devices`` names."""
 
+import ctypes
 import subprocess
 from types import SimpleNamespace
 
@@ -45,6 +46,38 @@ def test_only_the_memory_of_gpus_is_limited():
     assert refused.value.field == "device_memory"
 
 
+def driver_of(*sizes):
+    """Return CUDA's driver with GPUs of these bytes."""
+
+    def tell(place, value):
+        place._obj.value = value
+        return 0
+
+    return SimpleNamespace(
+        cuInit=lambda flags: 0,
+        cuDeviceGetCount=lambda count: tell(count, len(sizes)),
+        cuDeviceGet=tell,
+        cuDeviceTotalMem_v2=lambda size, device: tell(size, sizes[device.value]),
+    )
+
+
+def test_a_limit_above_the_memory_of_a_gpu_is_refused_with_the_amount(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver_of(80 << 30, 24 << 30))
+    text = " ".join(map(str, machine._ask_driver()))
+    run = SimpleNamespace(returncode=0, stdout=text, stderr="")
+    monkeypatch.setattr(machine, "find_spec", lambda name: True)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: run)
+    check_device_memory("0,1", 24 << 30)
+    check_device_memory("0,7", 80 << 30)  # the engine says that there is no GPU 7
+    for devices, memory, wanted in (
+        ("0,1", 25 << 30, r"25\.0 GiB, and cuda:1 has 24\.0 GiB"),
+        ("0", 81 << 30, r"81\.0 GiB, and cuda:0 has 80\.0 GiB"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=wanted) as refused:
+            check_device_memory(devices, memory)
+        assert (refused.value.reason, refused.value.field) == ("OVER_MEMORY", "device_memory")
+
+
 def test_engines_on_the_same_gpu_divide_its_memory():
     assert [device.share for device in engine_devices("0,1,0")] == [0.5, 1.0, 0.5]
 
@@ -68,7 +101,7 @@ def test_threads_are_divided():
 
 @pytest.mark.parametrize(
     ("returned", "meaning"),
-    [((0, "2\n", ""), "0,1"), ((0, "0\n", ""), "cpu"), ((1, "", "no driver\n"), "cpu")],
+    [((0, "9 9\n", ""), "0,1"), ((0, "\n", ""), "cpu"), ((1, "", "no driver\n"), "cpu")],
 )
 def test_auto_takes_all_gpus_and_else_the_cpu(monkeypatch, returned, meaning):
     status, output, errors = returned
