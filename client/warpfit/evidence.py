@@ -242,7 +242,8 @@ class Evidence:
     The best formula has the least `aic`, `bic` or `description_length`, or the largest
     `bayes_factor`. One with as many parameters as rows has the worst that there are, because its
     likelihood says nothing; NaN stands for a loss that is not finite. Rows that a fit has left out
-    (``missing="drop"``) count with their penalty. Weights are relative, also with
+    (``missing="drop"``) count with their penalty, also in variances and standard errors: give such
+    rows the weight 0 for those of the others. Weights are relative, also with
     ``absolute_sigma``, which standard errors and bands of the fit follow.
     """
 
