@@ -470,7 +470,7 @@ def info_to_message(server: info.ServerInfo) -> pb.ServerInfo:
 
 
 def check_contract(message: pb.ServerInfo, address: str) -> None:
-    """Refuse a server that leaves out what it does not know, instead of saying so.
+    """Refuse a server that would silently ignore unknown fields.
 
     Raises:
         UnimplementedError: if it has no version of the contract.
@@ -607,7 +607,7 @@ def open_request(message: pb.OpenDatasetRequest) -> ServerFile:
 
 @decodes_answer
 def opened_dataset(message: pb.DatasetInfo, file: ServerFile) -> DatasetReference:
-    """Decode the answer to OpenDataset; raise InternalError if it is not what was asked for."""
+    """Decode the answer to OpenDataset; raise InternalError if it describes other data."""
     layout = layout_from_message(message.layout)
     asked = bool(file.y), bool(file.weights), file.dtype or layout.dtype
     if (layout.has_target, layout.has_weights, layout.dtype) != asked:

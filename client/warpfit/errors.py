@@ -166,7 +166,7 @@ class PermissionDeniedError(WarpfitError, status="PERMISSION_DENIED"):
 
 
 class UnimplementedError(WarpfitError, status="UNIMPLEMENTED"):
-    """The server, or the engine that it runs, cannot do what was asked."""
+    """The server, or its engine, does not support the request."""
 
 
 class FailedPreconditionError(WarpfitError, status="FAILED_PRECONDITION"):

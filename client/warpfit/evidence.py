@@ -126,7 +126,7 @@ def code_length(program: Program) -> float:
 
 
 def price_of(program: Program) -> float:
-    """Return what the constants of a formula count in its description length.
+    """Return the description length of a formula's constants.
 
     Each occurrence of a constant counts 1, or less if it has a short form, such as 2 or 1/3.
     """
@@ -362,7 +362,7 @@ def _warnings(
     squares: float,
     rows: int,
 ) -> list[str]:
-    """Return what is to be known of the constants of a formula."""
+    """Return warnings about the constants of a formula."""
     if math.isnan(squares):
         return ["the loss is not finite"]
     if count >= rows and count:

@@ -181,7 +181,7 @@ class TargetStatistics:
         return cls(dataset.target[rows], weights)
 
     def divisor(self, closing: Closing) -> float:
-        """Return what a closing divides sums by; 1 if by nothing."""
+        """Return the divisor of a closing's sums; 1 if there is none."""
         return 1.0 if closing is Closing.SUM else float(getattr(self, _DIVISORS[closing]))
 
     def divisor_steps(self, closing: Closing) -> Generator[None, None, None]:

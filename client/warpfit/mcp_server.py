@@ -290,7 +290,7 @@ class Tools:
         self._tables: OrderedDict[tuple[Any, ...], Table] = OrderedDict()
 
     async def describe_data(self, ctx: Context, data: _Table) -> dict[str, Any]:
-        """Say what a table holds: rows, and of each column range, mean, gaps, correlation."""
+        """Describe a table: rows, and for each column range, mean, gaps and correlation."""
         async with self._caller(ctx):
             table = await self._table(data)
             return await self._soon(lambda: _description(table, data.target))
@@ -606,7 +606,7 @@ def _require_target(table: Table) -> np.ndarray[Any, Any]:
 
 
 def _reporter(ctx: Context) -> Callable[[float, float], None]:
-    """Return what tells the caller of progress, from any thread; progress only grows."""
+    """Return a function that reports progress to the caller from any thread; it only grows."""
     loop, last = asyncio.get_running_loop(), -1.0
 
     def report(done: float, total: float) -> None:
@@ -627,7 +627,7 @@ def _in_words_of_tools(error: WarpfitError) -> str:
 
 
 def _proposed(found: Proposals, details: int) -> dict[str, Any]:
-    """Return what a caller reads of the answers to skeletons; see `Tools.propose`."""
+    """Return the answers to skeletons as a caller reads them; see `Tools.propose`."""
     place = {id(answer): index for index, answer in enumerate(found)}
     ranked, wrong = found.ranked(), [answer for answer in found if answer.error is not None]
 

@@ -169,7 +169,7 @@ class Macro:
         return cls(name, len(used), text, tuple(codes), tuple(values), code)
 
     def apply(self, codes: list[int], values: list[float]) -> None:
-        """Replace its operands, the last ones of postfix tokens, by what it stands for."""
+        """Replace the operands, the last of the postfix tokens, by the macro's expansion."""
         operands: list[tuple[list[int], list[float]]] = []
         start = len(codes)
         for _ in range(self.arity):
@@ -363,7 +363,7 @@ _COMPARISON_CODES: Final = frozenset(OPERATORS[name].code for name in COMPARISON
 
 
 def _infix(row: Operator) -> tuple[int, int, int]:
-    """Return the precedence above which an infix operator lets others go first, its own, its code.
+    """Return (minimum precedence of the right operand, own precedence, code) of an operator.
 
     Operators of the same precedence go first, too, unless they associate to the right or do not
     chain.

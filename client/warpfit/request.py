@@ -217,7 +217,7 @@ class Timings(Shown):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """Result of an evaluation, in the memory order of the wire; None for what was not requested."""
+    """Result of an evaluation, in the memory order of the wire; None for outputs not requested."""
 
     values: NDArray[Any] | None = None
     """[programs, K, rows], C order, the data set's dtype."""

@@ -123,7 +123,7 @@ class Units:
     """Whether constants are plain numbers; otherwise a constant may have any dimension."""
 
     def check(self, variables: int, used: Iterable[int]) -> None:
-        """Check the exponents for so many variables, of which some are used.
+        """Check the number of exponents against the variables of the data set.
 
         Raises:
             InvalidArgumentError: if they do not fit the variables, or are no finite numbers; or if
@@ -360,7 +360,7 @@ class Front:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SearchProgress:
-    """How far a search is, and what it has found; the last one has a reason."""
+    """Progress of a search and its front; the last message has a reason."""
 
     front: Front
     seconds: float = 0.0

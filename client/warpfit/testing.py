@@ -88,7 +88,7 @@ class InProcessServer:
         return content_id in self._datasets
 
     def answer(self, request: Request) -> Any:
-        """Answer one request; return what ``request.read`` makes of the answer.
+        """Answer one request; return the result of ``request.read``.
 
         Raises:
             WarpfitError: the error as a client receives it.

@@ -342,7 +342,7 @@ class Config:
 
     @classmethod
     def from_json(cls, text: str) -> Config:
-        """Read what `to_json` wrote."""
+        """Read settings that `to_json` wrote."""
         return cls(**json.loads(text))
 
     @classmethod
@@ -402,7 +402,7 @@ def _wants_json(arguments: Sequence[str] | None, environment: Mapping[str, str])
 
 
 def _parser_of(setting: Any) -> Callable[[str], Any]:
-    """Return what reads the text of a setting, by its name, choices or type."""
+    """Return the parser of a setting's text, by its name, choices or type."""
     if setting.name == "devices":
         return _with_reason(check_devices)
     if setting.name.endswith(("bytes", "memory")):

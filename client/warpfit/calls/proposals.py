@@ -424,7 +424,7 @@ class ProposeTask:
         return program
 
     def _look_at_data(self, candidates: list[_Candidate]) -> bool:
-        """Say what the data say before a fit: a target that is not finite, constant columns.
+        """Warn about unusable targets and constant columns.
 
         Returns:
             Whether squares of the target have a mean over the rows that are fitted.

@@ -52,7 +52,7 @@ class Reductions(Shown):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Answer(Shown):
-    """All outputs of one evaluation; None for what was not requested. It prints as a small table.
+    """All outputs of one evaluation; None for outputs not requested. Prints as a small table.
 
     With K parameter vectors for each expression, all arrays have a leading axis of length K.
     """
@@ -137,7 +137,7 @@ class Answer(Shown):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Fit(Shown):
-    """Result of `optimize`; None for what was not requested. It prints as a small table.
+    """Result of `optimize`; None for outputs not requested. Prints as a small table.
 
     With ``all_starts``, all arrays have a leading axis of K, the number of start vectors.
     """

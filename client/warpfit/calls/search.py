@@ -471,7 +471,7 @@ class SearchRun:
         return self.message()
 
     def result(self, reason: SearchReason | None = None) -> SearchResult:
-        """Return what there is; ``reason`` is that of the end if no server has told one."""
+        """Return the front found so far; ``reason`` counts if no server has given one."""
         found = self._so_far()
         found = replace(found, reason=found.reason or reason)
         return SearchResult.of(found, self._interruptions, self._timings, self._data.names)

@@ -150,13 +150,13 @@ def problem_of(request: Evaluation | FitRequest) -> Evaluation:
 
 
 def _weights(request: Evaluation | FitRequest) -> NDArray[np.float64]:
-    """Return what each program weighs as work, message and answer: tokens and parameters."""
+    """Return the weight of each program in work and messages: its tokens and parameters."""
     batch = problem_of(request).batch
     return np.add(batch.lengths, batch.parameter_counts, dtype=np.float64) + 1.0
 
 
 def _kind(request: Evaluation | FitRequest, layout: Layout) -> tuple[Any, ...]:
-    """Return what decides, beside the programs, how much a request is for a server."""
+    """Return the options of a request that decide, beside its programs, how much work it is."""
     problem = problem_of(request)
     outputs = (getattr(problem, name) for name in ("values", *OUTPUTS))
     _, vectors, rows = problem.shape(layout)

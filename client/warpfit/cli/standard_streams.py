@@ -55,7 +55,7 @@ class WatchedOutput(io.TextIOWrapper):
             raise
 
     def flush(self) -> None:
-        """Write what is left; raise the OSError of an earlier failure again."""
+        """Write buffered output; raise the OSError of an earlier failure again."""
         if self.failure is not None:
             raise self.failure
         try:
@@ -82,7 +82,7 @@ def watch_output() -> None:
 
 
 def discard_output() -> None:
-    """Let what was printed and cannot be written go, so that Python does not try it again."""
+    """Drop buffered output that cannot be written, so that Python does not try it again."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)

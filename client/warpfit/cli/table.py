@@ -490,7 +490,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def _delimiter(sample: Sequence[str]) -> str:
-    """Return what separates the cells: it occurs equally often in the first lines."""
+    """Return the delimiter: the character that occurs equally often in each of the first lines."""
     bare = [re.sub('"[^"]*"', "", line) for line in sample[:20] if line.strip()]
     for delimiter in _DELIMITERS:
         counts = {line.count(delimiter) for line in bare}

@@ -373,7 +373,7 @@ def _converted(given: NDArray[Any], dtype: np.dtype[Any], out: NDArray[Any] | No
 
 
 def _cut(blocks: Iterable[NDArray[Any]], size: int) -> Iterator[memoryview]:
-    """Cut the bytes of blocks into pieces of one size; join only what comes from several blocks."""
+    """Cut the bytes of blocks into pieces of one size; copy only pieces that span blocks."""
     parts: list[memoryview] = []
     missing = size
     for block in blocks:

@@ -143,7 +143,7 @@ class RoundingCheck:
         self._error = np.zeros(layout.columns)
 
     def check(self, rounded: NDArray[Any], given: NDArray[Any], first: int, start: int) -> None:
-        """Compare some rows of some columns with what was given.
+        """Compare sampled rows and columns with the data that a caller gave.
 
         Most columns pass by their least and greatest number, which are found while the columns are
         in cache; the others are compared number by number. Both arrays are [columns, rows];

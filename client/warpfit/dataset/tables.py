@@ -326,7 +326,7 @@ def read_columns(data: Any, name: str, named: ColumnNames) -> ArrowColumns:
 
 
 def _table(data: Any, named: ColumnNames) -> Any:
-    """Return what exports an Arrow stream as a table; a lone column has no name."""
+    """Return an object that exports an Arrow stream as a table; a lone column has no name."""
     pyarrow = _pyarrow()
     try:
         reader = pyarrow.RecordBatchReader.from_stream(data)

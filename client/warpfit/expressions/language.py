@@ -141,7 +141,7 @@ def is_free(value: float) -> bool:
 
 
 def cost(value: float) -> float:
-    """Return what a number costs beside its token."""
+    """Return the cost of a number's digits, in addition to its token."""
     form = short_form(value)
     return FREE if form is None else form.cost
 

@@ -39,7 +39,7 @@ _NO_NUMBERS: Final = (str, bytes, np.ndarray, np.datetime64, np.timedelta64)
 
 
 def real_numbers(data: Any, name: str, start: int = 0, place: str = "row") -> NDArray[Any]:
-    """Return what a caller gave as an array of real numbers, of any shape.
+    """Convert a caller's argument to an array of real numbers, of any shape.
 
     Args:
         data: an array, a series or frame, nested lists, a number, or what NumPy makes an array of.
@@ -182,7 +182,7 @@ def _as_array(data: Any, name: str, start: int, place: str) -> NDArray[Any]:
 
 
 def _element(part: Any, name: str, row: int, place: str) -> Any:
-    """Return an element of a list; what consists of elements itself passes the door by itself."""
+    """Convert nested lists and arrays recursively; return scalars unchanged."""
     is_array = hasattr(part, "__array__") and not isinstance(part, np.generic)
     if not (is_array or isinstance(part, list | tuple)):
         return part

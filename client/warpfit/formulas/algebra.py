@@ -94,7 +94,7 @@ def _same(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:
 
 
 def _candidates(text: str) -> Iterator[str]:
-    """Yield what SymPy makes of a program over real variables."""
+    """Yield equal programs that SymPy finds over real variables."""
     import sympy
 
     from warpfit.frontends.sympy import from_sympy, to_sympy
@@ -117,7 +117,7 @@ def _candidates(text: str) -> Iterator[str]:
 
 
 def _attempt(function: Callable[[Any], Any], given: Any) -> Any:
-    """Return what a function makes of an expression; None if SymPy cannot do it."""
+    """Apply a function of SymPy to an expression; None if SymPy fails."""
     try:
         return function(given)
     except Exception:  # of any kind: its algorithms fail in many ways, with RecursionError too

@@ -303,7 +303,7 @@ class _Writer:
             self.require(name)
 
     def require(self, name: str) -> None:
-        """Add a function that stands beside the formula, behind those that it calls."""
+        """Add a helper function to the output, after the functions that it calls."""
         language = self.language
         if name in self.functions:
             return

@@ -204,7 +204,7 @@ def _choose(
 def _finish(
     searches: list[_Search], digits_tried: range
 ) -> Generator[Trials, Outcomes, list[Snapped]]:
-    """Round what is left, and return for each formula the last state whose loss is allowed.
+    """Round the other constants; return for each formula its last state with an allowed loss.
 
     The losses are measured anew with all numbers as constants.
     """

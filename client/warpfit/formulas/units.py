@@ -225,7 +225,7 @@ def joined(codes: NDArray[np.uint8], a: Floats, b: Floats, c: Floats) -> Floats:
 
 
 def _no(a: Floats) -> Mask:
-    """Return what may be a number without a unit."""
+    """Return where a dimension is none, or unknown."""
     return np.isnan(a) | (np.abs(a) < _EQUAL)
 
 

@@ -434,7 +434,7 @@ class OpenCalls:
         return size <= self._longest
 
     def call(self, request: Request, held: HeldSignals) -> Any:
-        """Send a request and return what it reads of the answer.
+        """Send a request and return the result of ``request.read``.
 
         Raises:
             grpc.RpcError: with the status, if the server has ended the call instead.
@@ -454,7 +454,7 @@ class OpenCalls:
         return self._ask(call, request, held, is_new=True)
 
     def close(self) -> None:
-        """End the calls that are idle, and those that become it."""
+        """End idle calls now, and busy ones as they become idle."""
         with self._lock:
             self._is_closed = True
         self.end_idle()

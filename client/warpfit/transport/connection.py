@@ -446,7 +446,7 @@ class Security:
         tls: TlsConfig | bool | None,
         environment: Mapping[str, str] = os.environ,
     ) -> Security:
-        """Take what is None from the environment; see `warpfit.connect`."""
+        """Fill in settings that are None from the environment; see `warpfit.connect`."""
         if token is None:
             token = environment.get("WARPFIT_TOKEN")
         if token and not (isinstance(token, str) and _TOKEN.fullmatch(token.strip())):

@@ -371,7 +371,7 @@ class Failover:
         return cls(transport, connection, servers)
 
     def with_cancellation(self, token: Cancellation) -> Self:
-        """Return the same, but that ``token`` ends what it sends."""
+        """Return a copy whose requests ``token`` cancels."""
         return replace(self, cancellation=token)
 
     def with_patience(self) -> Self:
@@ -475,7 +475,7 @@ class Failover:
             raise replace(late, message=message, remedy=remedy) from None
 
     def call_one(self, server: Server, request: Request) -> Any:
-        """Send a request to one server once, and return what is read of the answer."""
+        """Send a request to one server once; return the result of ``request.read``."""
         started = self.servers.clock()
         request.server, request.seconds = server.address, request.deadline.remaining()
         request.cancellation = self.cancellation

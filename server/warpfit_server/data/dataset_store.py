@@ -148,7 +148,7 @@ class DatasetStore:
         self._files: dict[bytes, tuple[bytes, str]] = {}
 
     def usage(self) -> StoreUsage:
-        """Return what the store holds now."""
+        """Return the number and bytes of the resident data sets, and the number of evictions."""
         with self._lock:
             return StoreUsage(len(self._resident), self._held.total(), self._evictions)
 

@@ -202,7 +202,7 @@ class DataFolder:
             ) from error
 
     def known(self, file: ServerFile) -> tuple[bytes, str] | None:
-        """Return what `read` found for a file that has not changed since: content id, warning."""
+        """Return content id and warning that `read` found, if the file has not changed since."""
         with self._open(file.name) as descriptor:
             return self._store.known_file(_identity(file, descriptor))
 

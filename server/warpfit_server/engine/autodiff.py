@@ -468,7 +468,7 @@ def source_arrays(
 
 @cache
 def tables() -> tuple[NDArray[Any], ...]:
-    """Return what lowering reads of the operator table."""
+    """Return the operator table as the arrays that lowering reads."""
     return arities().astype(np.int64), rules()
 
 

@@ -203,7 +203,7 @@ class Lowered(NamedTuple):
 
 @inlined
 def allocate(programs: int, instructions: int, loads: int, tokens: int = 0) -> Lowered:
-    """Allocate arrays for so many programs, instructions and loads, and derivatives of tokens."""
+    """Allocate arrays for lowered programs: their headers, instructions, loads and derivatives."""
     return Lowered(
         np.empty(programs, dtype=HEADER),
         np.empty(instructions, dtype=INSTRUCTION),

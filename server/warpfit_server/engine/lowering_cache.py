@@ -47,7 +47,7 @@ class LoweringCache(Generic[Made]):
     def by_batch(
         self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Steps[Made]]
     ) -> Steps[Made]:
-        """Return what was made of the same object, or make it; cached as long as that lives.
+        """Return the cached value for this batch, computing it once; dropped with the batch.
 
         A batch that exceeds the limit is cached, too, and alone: every pass of a fit needs it, and
         the limit on the memory of fits allows for it.
@@ -71,7 +71,7 @@ class LoweringCache(Generic[Made]):
     def by_programs(
         self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Steps[Made]]
     ) -> Steps[Made]:
-        """Return what was made of the same programs, or make it.
+        """Return the cached value for these programs, or compute it.
 
         It is cached from the second time on, unless the batch exceeds the limit.
 
@@ -97,7 +97,7 @@ class LoweringCache(Generic[Made]):
     def keep(
         self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Steps[Made]]
     ) -> Steps[Made]:
-        """Return what was made of the same programs, or make and keep it; see `by_programs`."""
+        """Return the cached value for these programs, or compute and keep it; see `by_programs`."""
         key, content = ("programs", BatchSummary.of(batch).identity, *needs), contents(batch)
         with self._lock:
             known = self._kept.get(key)

@@ -39,7 +39,7 @@ class RequestedOutputs(Outputs):
         )
 
     def of_programs(self, programs: slice, parameter_starts: NDArray[np.int64]) -> RequestedOutputs:
-        """Return what a range of the programs fills; `Batch.parameter_starts` are of all."""
+        """Return the outputs of a range of programs; `Batch.parameter_starts` are of all."""
         start, stop = parameter_starts[programs.start], parameter_starts[programs.stop]
         of_parameters = {"gradients": slice(start, stop), "jacobian": slice(start, stop)}
         arrays: dict[str, Any] = {
@@ -78,7 +78,7 @@ def _is_squares(row_loss: Program) -> bool:
 
 
 def requested_outputs(evaluation: Evaluation, outputs: Outputs) -> RequestedOutputs:
-    """Return what an evaluation requests."""
+    """Return the outputs that an evaluation requests."""
     loss = evaluation.loss_function
     sums = (outputs.losses, outputs.gradients, outputs.variable_gradients)
     needs_loss = any(array is not None for array in sums)

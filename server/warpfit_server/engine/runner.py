@@ -56,6 +56,8 @@ _SCALED: Final = frozenset({"scaling", "correlations"})
 MOST_NUMBERS: Final = 1 << 20
 #: Sums of a part of a fit's pass, unless one search has more.
 MOST_FIT_SUMS: Final = 1 << 22
+#: Most programs of a part of a fit's pass: planning more would hold the engine's thread.
+_MOST_FIT_PROGRAMS: Final = 1 << 15
 #: Numbers that each program and vector has beside derivatives: sums, reductions, moments.
 _OF_A_CELL: Final = 16
 #: Arrays of a batch, and numbers that are copied without a pause, which takes a millisecond.
@@ -336,7 +338,8 @@ class FitPasses:
         batch, options = evaluation.batch, {"curvature": curvature, "cancelled": cancelled}
         counts = batch.parameter_counts.astype(np.int64)
         if self._last is None or self._last[0] is not selection.programs:
-            edges = edges_of(2 + counts + counts * counts, MOST_FIT_SUMS)
+            sums = np.maximum(2 + counts + counts * counts, MOST_FIT_SUMS // _MOST_FIT_PROGRAMS)
+            edges = edges_of(sums, MOST_FIT_SUMS)
             ranges = [slice(*edge) for edge in pairwise(edges)]
             chosen = [(some, selection.programs[some]) for some in ranges]
             self._last = selection.programs, chosen

@@ -97,7 +97,7 @@ class _ClassQueue(Generic[Item]):
 
 
 class _TenantQueue(Generic[Item]):
-    """The waiting requests of a tenant, and what it has used of the engine."""
+    """The waiting requests of a tenant and its use of the engine."""
 
     def __init__(self, charge: float) -> None:
         self.charge = charge
@@ -241,7 +241,7 @@ class Scheduler(Generic[Item]):
             request.used += share
 
     def ended(self, requests: list[Item], unfinished: list[Item]) -> None:
-        """Take note that a step has ended, and what it waited for; queue unfinished requests.
+        """Note the end of a step and its wait; queue unfinished requests again.
 
         Args:
             requests: the requests of the step.

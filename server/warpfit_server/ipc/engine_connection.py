@@ -303,7 +303,7 @@ class InFlightRequest:
         return parts
 
     def digest(self) -> bytes:
-        """Return a hash of all that is requested; of a search what it looks for."""
+        """Return a hash of the request's inputs."""
         if self._search is not None:
             return search_digest(self._search)
         return digest(self.evaluation, self._arrays, self._fit_settings)

@@ -524,7 +524,7 @@ def _evaluation_results(evaluation: Evaluation, layout: Layout) -> list[_Array]:
 
 
 def _fit_arrays(request: FitRequest) -> list[_Array]:
-    """Arrays that a fit takes beside its batch, and those that it returns."""
+    """Arrays of a fit: inputs beside its batch, and results."""
     settings, counts = request.settings, request.problem.batch.parameter_counts.astype(np.int64)
     total, vectors = int(counts.sum()), request.vectors
     squares = int(np.square(counts).sum())

@@ -174,7 +174,7 @@ class MetricsDelta:
         histogram.seconds += float(np.sum(seconds))
 
     def add(self, calls: Sequence[CallRecord]) -> None:
-        """Add what was measured of calls that have ended; programs count if they were answered."""
+        """Add the measurements of ended calls; programs count if they were answered."""
         times: dict[str, list[float]] = {}
         amounts: Counter[Series] = Counter()
         for call in calls:
@@ -232,7 +232,7 @@ class Recorder:
                 self._add_up()
 
     def take(self) -> MetricsDelta:
-        """Take out what was recorded since the last time."""
+        """Return the records since the last call, and forget them."""
         with self._lock:
             self._add_up()
             taken, self._delta = self._delta, MetricsDelta()
@@ -311,7 +311,7 @@ class SpanTracer:
         span.end(call.ended + to_wall)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining records."""
         self._provider.shutdown()
 
 

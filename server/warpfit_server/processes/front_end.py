@@ -285,7 +285,7 @@ class FrontEndProcess:
         self._health.set_serving(self._readiness.serving if is_heard else frozenset())
 
     def _report_forever(self) -> None:
-        """Send what was measured, again and again."""
+        """Send measurements periodically."""
         with suppress(ChannelClosedError):  # `run` finds out that the main process is gone
             while True:
                 time.sleep(REPORT_SECONDS)

@@ -310,7 +310,7 @@ class FrontEnds:
     def _functions(
         self, front_end: FrontEndSupervisor, descriptor: int | None
     ) -> Mapping[str, Callable[..., Any]]:
-        """Return what a front end may call, by name."""
+        """Return the functions that a front end may call, by name."""
         datasets = self.datasets
 
         def find(key: bytes) -> FoundDataset:

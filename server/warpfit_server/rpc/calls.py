@@ -235,7 +235,7 @@ class CallHandlers:
         return is_lone and self.admission.quotas.calls_in_flight() <= self._most_polling
 
     def make_way(self, tenant: str, take: Callable[[], object]) -> None:
-        """Take what a call of a tenant needs, for which silent calls of the tenant make way.
+        """Reserve a call's resources; silent calls of the same tenant make way for it.
 
         What a call may send counts from the moment at which gRPC may receive it, so that calls that
         send nothing would keep all others out. The call that has been silent for longest is

@@ -52,7 +52,7 @@ def fail_call(context: Any, error: Exception, trailing: tuple[tuple[str, str], .
 
 
 def _standard_details(error: WarpfitError) -> list[any_pb2.Any]:
-    """Return those of google.rpc's details that apply, for tools that know no others."""
+    """Return the applicable details of google.rpc, for tools that know no others."""
     facts = {name: getattr(error, name) for name in _FACTS}
     known = {name: str(value) for name, value in facts.items() if value not in (None, "")}
     messages: list[Any] = [

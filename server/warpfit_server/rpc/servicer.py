@@ -288,7 +288,7 @@ class Servicer:
     def _record_answer(
         self, in_flight: InFlightRequest | SplitRequest, record: CallRecord
     ) -> Timings:
-        """Record the timings of a call that the engine has finished; return what its caller gets.
+        """Record the timings of a finished call; return the answer for its caller.
 
         Where there are several tenants none learns whether kernels were compiled already: another
         one may have had them compiled.

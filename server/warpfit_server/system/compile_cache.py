@@ -157,7 +157,7 @@ def engine_environment(cache_directory: Path | None) -> dict[str, str]:
 
 
 def numba_directory(cache_directory: Path) -> Path:
-    """Return where Numba keeps what it compiles of exactly these sources."""
+    """Return Numba's folder for exactly these sources."""
     return cache_directory / f"numba-{fingerprint(_sources())}"
 
 
@@ -357,7 +357,7 @@ class DiskCache:
             self.counters.damaged += damaged
 
     def _shrink(self) -> int:
-        """Remove the least recently used files if there is too much; return what remains."""
+        """Remove the least recently used files above the limit; return the remaining bytes."""
         files = []
         for path in self.directory.glob("*/*"):
             with suppress(OSError):

@@ -214,7 +214,7 @@ class QuotaTable:
         return self._sum(_SERVER + self._columns[0])
 
     def in_flight(self, tenant: str | None = None) -> Amounts:
-        """Return what a tenant, or the whole server, has in flight."""
+        """Return the amounts in flight of a tenant, or of the whole server."""
         offset = _SERVER if tenant is None else self._offset(tenant)
         return Amounts(*(self._sum(offset + column) for column in self._columns))
 

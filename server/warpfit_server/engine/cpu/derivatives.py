@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -80,7 +81,7 @@ from warpfit_server.engine.cpu.interpreter import (
     weights_of,
 )
 from warpfit_server.engine.cpu.statistics import MOMENTS, REDUCTIONS, from_zero, merge_reductions
-from warpfit_server.engine.interface import Arithmetic, Outputs, Steps
+from warpfit_server.engine.interface import Arithmetic, Outputs, Steps, edges_of
 from warpfit_server.engine.lowering import NONE, Lowered, allocate, lower_chunk
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.arguments import (
@@ -111,6 +112,8 @@ _COST_OF_DERIVATIVES: Final = 1500
 _COST_OF_WIDE: Final = 2
 _COST_OF_REDUCTIONS: Final = 4
 _COST_OF_MOMENTS: Final = 16
+#: Tokens that are weighed without a pause.
+_TOKENS_A_STEP: Final = 1 << 20
 #: Reductions and moments of nodes that are merged without a pause.
 _FINISHED_AT_ONCE: Final = 1 << 17
 # Arrays of an argument block after the inputs.
@@ -227,7 +230,12 @@ def lower_derivatives(
         function = numba_cache.address_of(lower_chunk)
         work, row_loss = lowering_work(function, given, requested.cancelled)
         yield from run(work)
-    return LoweredDerivatives(lowered, row_loss, weights_of(batch), loss_weight)
+    weights = np.empty(len(batch))
+    for first, stop in pairwise(edges_of(batch.lengths.astype(np.int64), _TOKENS_A_STEP)):
+        if first:
+            yield None
+        weights[first:stop] = weights_of(batch[first:stop])
+    return LoweredDerivatives(lowered, row_loss, weights, loss_weight)
 
 
 def differentiation_work(
@@ -250,7 +258,7 @@ def differentiation_work(
 def lowering_key(
     dataset: Dataset, evaluation: Evaluation, requested: RequestedOutputs
 ) -> tuple[Hashable, ...]:
-    """Return what lowered derivatives and their plans depend on beside the programs."""
+    """Return the key of lowered derivatives and their plans, without the programs."""
     arrays = requested.curvatures, requested.reductions, requested.moments
     flags = requested.row_loss, requested.lowering_flags, *(array is not None for array in arrays)
     return (evaluation.batch.vectors, evaluation.rows, dataset.layout, *flags)

@@ -388,7 +388,7 @@ class _LoweredPrograms:
         self._last: tuple[Hashable, Cut] | None = None
 
     def cut(self, vectors: int, rows: tuple[int, int], layout: Layout, level: int) -> Cut:
-        """Cut the work for so many parameter vectors over a range of rows."""
+        """Cut the work of ``vectors`` parameter vectors of each program over a range of rows."""
         key, last = (vectors, rows, layout.dtype, level), self._last
         if last is None or last[0] != key:
             invariants = self.lowered.headers["invariants"]

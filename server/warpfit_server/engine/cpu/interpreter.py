@@ -333,7 +333,7 @@ class Cut(NamedTuple):
     """Level of the nodes that spans are; blocks have level 0."""
 
     def without_rows(self, sums: int) -> Cut:
-        """Return the cut of work on so many sums of the same instances, whatever their rows."""
+        """Return the same ranges of instances with a single span, costed by the number of sums."""
         return Cut(self.ranges, ONE_SPAN, sums * _COST_OF_A_SUM)
 
 

@@ -320,7 +320,7 @@ class Best:
         )
 
     def bound_of(self, right: Singles, ones: Indices, others: Indices) -> float:
-        """Return what the bound would be, at most, if pairs were added; they are not."""
+        """Return an upper limit of the bound after adding pairs; none is added."""
         errors, ids = np.full(len(self), np.inf), np.full(len(self), -1)
         self._keep(right, ones, others, np.arange(len(ones)), errors, ids)
         return float(errors[0])

@@ -172,7 +172,10 @@ def _optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
         # Nothing refers to the driver, which has the memory, when that is given back below.
         steps = (yield from _on_fit_thread(work, make)).run()
         del make, sizes
-        return (yield from steps)
+        result = yield from steps
+        if fit_memory(request, context.dataset.layout) > _LARGE_FIT:
+            yield None  # giving memory back takes as long as a step
+        return result
     finally:
         if fit_memory(request, context.dataset.layout) > _LARGE_FIT:
             give_back_memory()
@@ -237,7 +240,7 @@ class _Driver:
         self._select(np.arange(len(self._all)), self._all)
 
     def _search_limits(self, tolerances: Tolerances, single: bool) -> SearchLimits:
-        """Return what ends a search.
+        """Return the tolerances and counts that end a search.
 
         The square of the cosine is the share of the loss that the linear model may promise to take
         off. It follows the tolerance of the loss, from 1e-2 down to 1e-6.
@@ -280,7 +283,7 @@ class _Driver:
         return _on_fit_thread(sum(microseconds for _, microseconds in self._pieces), do)
 
     def _in_pieces(self, pieces: Sequence[Piece], do: Callable[[slice], None]) -> Steps[None]:
-        """Do what solves systems of equations for some searches after the others."""
+        """Advance the searches piece by piece: ``do`` solves systems of equations."""
         for some, microseconds in pieces:
             if some.start:
                 self._check_cancelled()
@@ -331,7 +334,7 @@ class _Driver:
         return True
 
     def _turn(self, iterations: int, running: int) -> bool:
-        """Do what is to be done between steps; see `interface.FitTurn`."""
+        """Report and check for an end between steps; see `interface.FitTurn`."""
         self._check_cancelled()
         if self._context.report is not None:
             self._context.report(FitProgress(iterations, running, len(self._all)))
@@ -640,6 +643,8 @@ class _Driver:
         mask = np.zeros(len(self._all), dtype=bool)
         mask[chosen] = True
         self._restore_better_starts()
+        if len(self._all) > _MUCH_WORK:
+            yield None
         outcome = self._all
         if len(chosen) < len(self._all):
             outcome = yield from self._on_fit_thread(partial(self._all.only, mask))

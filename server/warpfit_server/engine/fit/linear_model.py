@@ -211,7 +211,7 @@ def damp(number: Floats) -> None:
 
 @inlined
 def find_roles(vector: Floats, model: Model, space: Workspace) -> None:
-    """Find what each parameter does at the beginning of a step."""
+    """Classify each parameter at the beginning of a step: it stays, moves, or is at a bound."""
     for i in range(vector.shape[1]):
         x, slope = vector[model.point, i], model.gradient[i]
         column = math.sqrt(model.curvature[i * (i + 1) // 2 + i])

@@ -59,7 +59,7 @@ def pointer_to(kind: Any) -> Any:
 
 @compiled_intrinsic
 def fence(typing_context: Any) -> Any:
-    """Make what was written before visible to other threads before anything is read after it."""
+    """Order earlier writes before later reads, as other threads see them."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")

@@ -101,7 +101,7 @@ def expect(words: Any, helpers: int) -> None:
 
 @_compiled  # type: ignore[untyped-decorator]
 def begin(words: Any, slot: int, helpers: int) -> None:
-    """Let so many helpers run the chunks of a slot that has been filled in, until `finish`.
+    """Wake ``helpers`` threads to run the chunks of a filled slot, until `finish`.
 
     The calling thread alone uses the slot.
     """
@@ -202,7 +202,7 @@ def _address(words: Any, index: int) -> int:
 
 @inlined
 def _add(words: Any, index: int, number: int) -> int:
-    """Add to a word atomically; return what it was before."""
+    """Add to a word atomically; return its old value."""
     return int(add_atomically(np.int64(_address(words, index)), np.int64(number)))
 
 
@@ -213,7 +213,7 @@ def _wake(words: Any, index: int, count: int) -> None:
 
 @inlined
 def _sleep(words: Any, index: int, seen: int) -> None:
-    """Sleep until woken, unless a word is no longer what it was."""
+    """Sleep until woken, unless a word differs from ``seen``."""
     time = np.empty(2, dtype=np.int64)
     time[0], time[1] = _LONG, 0
     futex = (_FUTEX, _address(words, index), _WAIT_PRIVATE, int(seen & 0xFFFFFFFF))
@@ -320,7 +320,7 @@ class ParallelLoop:
         return ParallelTask(self, words, place, helpers > 0)
 
     def finish(self, words: NDArray[np.int64], slot: int) -> int:
-        """Do what `ParallelTask.result` does."""
+        """Wait for a task and free its slot; see `ParallelTask.result`."""
         ended, stop = finish(words, slot), int(words[slot + NEXT])
         if words is self._words:
             with self._lock:

@@ -1012,7 +1012,7 @@ def first_formula(
 
 @portable
 def tried_mark(word: Word, generation: Word) -> Word:
-    """Return what the table of tried structures holds for a hash.
+    """Return the mark of a hash in the table of tried structures.
 
     Of several structures for one place the one of the latest generation stays, so that the table
     does not depend on the order in which children are noted. There is room for 2^20 generations;

@@ -149,7 +149,7 @@ class CapturedGraph:
             self._arguments[ARGUMENT_OFFSETS[name] // 8] = value
 
     def place_partials(self, context: StreamContext, blocks: int) -> None:
-        """Make room for the partial sums of launches over at most so many blocks of rows."""
+        """Allocate the partial sums of launches over at most ``blocks`` blocks of rows."""
         if self._jobs:
             size = 8 * self._jobs * blocks * (self._threads // 32)
             self.set_arguments({"partials": context.buffer("compiled partials", size)})

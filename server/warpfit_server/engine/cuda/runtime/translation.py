@@ -364,7 +364,7 @@ class _FunctionText:
         raise self._fail(node)
 
     def _found(self, node: ast.expr) -> Any:
-        """Return what a name that is not local stands for."""
+        """Return the object that a global name stands for."""
         if isinstance(node, ast.Name):
             if node.id in self._globals:
                 return self._globals[node.id]

@@ -373,7 +373,7 @@ class CudaColony:
         context.check_executed(launch_colony(*given))
 
     def _done(self) -> Steps[None]:
-        """Wait until the stream has done what was launched; the engine works on meanwhile."""
+        """Wait until the stream has finished; the engine takes other steps meanwhile."""
         self._context.mark("colony")
         yield from self._context.reach("colony")
         yield None
@@ -386,7 +386,7 @@ class CudaColony:
         return int(memory.ptr)
 
     def _upload(self, address: int, array: NDArray[Any]) -> None:
-        """Copy an array to the device, once what was copied before has arrived."""
+        """Copy an array to the device after earlier copies have arrived."""
         self._context.stream.synchronize()
         staging = self._context.pinned("upload", array.nbytes)
         staging[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -284,7 +284,7 @@ class CudaWeigher:
         self._functions[name](grid, threads, (own,), stream=self._context.stream)
 
     def _upload(self, memory: Any, array: NDArray[Any]) -> None:
-        """Copy an array to the device, once what was copied before has arrived."""
+        """Copy an array to the device after earlier copies have arrived."""
         self._context.stream.synchronize()
         staging = self._context.pinned("upload", array.nbytes)
         staging[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
