@@ -41,6 +41,18 @@ def test_the_notebook_runs_from_top_to_bottom(server: ServerProcess, monkeypatch
 
 
 @pytest.mark.thorough
+def test_the_gallery_agrees_with_what_is_certified(server: ServerProcess, tmp_path):
+    out = run("gallery.py", "--address", server.address, "--plots", tmp_path)
+    digits = re.search(r"Misra1a: .*, ([0-9.]+) certified digits", out)
+    assert float(digits[1]) > 6
+    factors = {law: float(nats) for law, nats in re.findall(r"enzyme: (.+?) +(-?[\d.]+) nats", out)}
+    assert len(factors) == 4
+    assert re.search(r"^groups: rate = .*p1", out, re.MULTILINE)
+    names = {"gallery_nist.svg", "gallery_enzyme.svg", "gallery_groups.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+@pytest.mark.thorough
 def test_the_notebook_of_a_gpu_runs_without_one(server: ServerProcess, monkeypatch, tmp_path):
     pytest.importorskip("pandas")
     monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
