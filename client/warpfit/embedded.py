@@ -2,6 +2,7 @@
 
 import logging
 import os
+import platform
 import re
 import subprocess
 import tempfile
@@ -56,10 +57,19 @@ def embedded_server(
         start_seconds: longest time that the start may take.
 
     Raises:
-        InvalidArgumentError: if the server is not installed, or ``arguments`` is one text.
+        InvalidArgumentError: if the server is not installed, this is not Linux, or ``arguments``
+            is one text.
         UnavailableError: if it does not start; the message quotes the end of its log.
     """
     arguments = list_of_texts(arguments, "arguments")
+    if platform.system() != "Linux":
+        raise InvalidArgumentError(
+            f"a server runs on Linux, and this is {platform.system()}",
+            "NEEDS_LINUX",
+            "Give the address= of a server on a Linux machine, or in a container of this one, or "
+            "set WARPFIT_ADDRESS",
+            "address",
+        )
     require_server()
     flags = ["--host", "127.0.0.1", "--port", "0", "--parent", str(os.getpid())]
     # The priority is that of this process: nobody else is served.

@@ -18,14 +18,18 @@
     └── InternalError               a bug of warpfit
 """
 
+import difflib
 from collections.abc import Iterable, KeysView, Mapping, Set
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
+from itertools import islice
 from typing import ClassVar, Final
 
 #: Largest size of each text in bytes. An error travels in trailing metadata, which contain its
 #: texts up to four times, encoded; gRPC drops a call whose metadata are larger than 8 KiB.
 _MOST_BYTES: Final = {"message": 480, "remedy": 240, "field": 128, "reason": 64}
+#: Most names that one is compared with: a table may have many columns.
+_MOST_COMPARED: Final = 2_000
 #: Name of the metadata entry with the id of a call, in the request and in every answer.
 REQUEST_ID_KEY: Final = "x-request-id"
 #: The class to raise for each gRPC status name; any other status becomes InternalError.
@@ -204,6 +208,20 @@ def require(module: str, package: str, field: str = "") -> None:
 def bad_setting(field: str, value: object, wanted: str) -> InvalidArgumentError:
     """Return the error for a setting that makes no sense."""
     return InvalidArgumentError(f"{field} is {value!r}", "BAD_SETTING", f"Give {wanted}", field)
+
+
+def did_you_mean(name: object, known: Iterable[object], otherwise: str, suffix: str = "") -> str:
+    """Return the remedy for a name that is not known: the one that was meant, if one is similar.
+
+    Args:
+        name: the name that was given.
+        known: the names that there are.
+        otherwise: the remedy where none is similar.
+        suffix: text behind a name, such as "=" behind keywords.
+    """
+    by_letters = {str(one).lower(): str(one) for one in islice(known, _MOST_COMPARED)}
+    close = difflib.get_close_matches(str(name)[:100].lower(), by_letters, n=1, cutoff=0.6)
+    return f"Did you mean {by_letters[close[0]]}{suffix}?" if close else otherwise
 
 
 def list_of_texts(

@@ -44,7 +44,13 @@ from warpfit.cli.standard_streams import tell
 from warpfit.cli.table import ColumnChoice, Table, table_of_file
 from warpfit.client import Client, connect
 from warpfit.display import shortened
-from warpfit.errors import InvalidArgumentError, ResourceExhaustedError, WarpfitError, require
+from warpfit.errors import (
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    WarpfitError,
+    did_you_mean,
+    require,
+)
 from warpfit.expressions.language import DIGITS, to_latex, to_text
 from warpfit.expressions.real_numbers import missing_value
 from warpfit.parse import function_names
@@ -183,7 +189,12 @@ def open_below(root: Path, name: str) -> int:
     raise InvalidArgumentError(
         f"there is no file {name[:80]!r} below the root",
         "BAD_FILE",
-        f"Symbolic links are not followed. The root holds {', '.join(known[:20]) or 'no files'}",
+        did_you_mean(
+            name,
+            known,
+            "Symbolic links are not followed. The root holds "
+            f"{', '.join(known[:20]) or 'no files'}",
+        ),
         "path",
     )
 
@@ -459,7 +470,8 @@ class Tools:
             table = await self._table(data)
             target = _require_target(table)
             if over is not None and over not in table.names:
-                raise ToolError(f"there is no column {over!r}. Use {', '.join(table.names)}")
+                remedy = did_you_mean(over, table.names, f"Use {', '.join(table.names)}")
+                raise ToolError(f"there is no column {over!r}. {remedy}")
             async with self._uploaded(caller, data) as uploaded:
                 answer = await caller.client.run(uploaded, expression, parameters, values=True)
             assert answer.values is not None
@@ -759,7 +771,8 @@ class _StrictServer(MCPServer):  # type: ignore[misc]
         for tool in await self.list_tools():
             known = tool.input_schema["properties"] if tool.name == name else known
         if known and (odd := [each for each in arguments if each not in known]):
-            raise ToolError(f"{name} has no argument {odd[0][:80]!r}. Use {', '.join(known)}")
+            remedy = did_you_mean(odd[0], known, f"Use {', '.join(known)}")
+            raise ToolError(f"{name} has no argument {odd[0][:80]!r}. {remedy}")
         try:
             result = await super().call_tool(name, arguments, context)
         except ToolError as error:

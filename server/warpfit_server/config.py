@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from warpfit.cli.parser import CommandParser
 from warpfit.cli.standard_streams import tell
 from warpfit.errors import InvalidArgumentError
 from warpfit.server_info import Limits
@@ -379,7 +380,7 @@ class Config:
         return cls(**vars(parser.parse_args(arguments)))
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(CommandParser):
     """Says what is wrong in the form of the log."""
 
     logs_json = False
@@ -387,7 +388,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if not self.logs_json:
             super().error(message)
-        tell(json_line(message, "error", reason="BAD_OPTION"))
+        tell(json_line(self.with_remedy(message), "error", reason="BAD_OPTION"))
         raise SystemExit(2)
 
 

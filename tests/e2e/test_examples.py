@@ -3,11 +3,13 @@
 `test_readmes` runs another one as the first command of the README.
 """
 
+import json
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +38,32 @@ def test_the_notebook_runs_from_top_to_bottom(server: ServerProcess, monkeypatch
     # The outputs that are stored are of the same kinds.
     assert [kinds(cell) for cell in done.cells] == shown
     assert sum("image/png" in found for found in shown) == 2
+
+
+@pytest.mark.thorough
+def test_the_gallery_agrees_with_what_is_certified(server: ServerProcess, tmp_path):
+    out = run("gallery.py", "--address", server.address, "--plots", tmp_path)
+    digits = re.search(r"Misra1a: .*, ([0-9.]+) certified digits", out)
+    assert float(digits[1]) > 6
+    factors = {law: float(nats) for law, nats in re.findall(r"enzyme: (.+?) +(-?[\d.]+) nats", out)}
+    assert len(factors) == 4
+    assert re.search(r"^groups: rate = .*p1", out, re.MULTILINE)
+    names = {"gallery_nist.svg", "gallery_enzyme.svg", "gallery_groups.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+@pytest.mark.thorough
+def test_the_notebook_of_a_gpu_runs_without_one(server: ServerProcess, monkeypatch, tmp_path):
+    pytest.importorskip("pandas")
+    monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((EXAMPLES / "colab_gpu.ipynb").read_text())
+    cells = [cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    names: dict[str, Any] = {}
+    for cell in cells[1:]:  # the first one installs
+        exec(cell.replace("max_seconds=60", "max_seconds=8"), names)
+    assert names["model"].score(names["table"], names["position"]) > 0.5
+    assert (tmp_path / "front.csv").read_text() == names["model"].equations_.to_csv()
 
 
 def kinds(cell) -> set[str]:

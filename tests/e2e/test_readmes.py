@@ -87,6 +87,7 @@ def test_python(program: list[Snippet], server: ServerProcess, monkeypatch: pyte
         if any(re.search(rf"^(import|from) (warpfit\.)?{library}", s.code, re.M) for s in program):
             pytest.importorskip(library)
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WARPFIT_ADDRESS", server.address)  # where an estimator would start one
     for value in execute(program, server).values():
         if isinstance(value, warpfit.Client):
             value.close()

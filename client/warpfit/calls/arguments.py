@@ -4,7 +4,6 @@ Keywords of each method first, then the checks of single values, then what is bu
 keyword begins here; `warpfit.request` and `warpfit.fitting` say what the server knows of it.
 """
 
-import difflib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +20,7 @@ from warpfit.dataset import ClientDataset, ServerFile, client_dataset, open_tabl
 from warpfit.dataset.layout import canonical_dtype
 from warpfit.dataset.tables import ColumnNames
 from warpfit.display import MOST_ROWS, shortened
-from warpfit.errors import InvalidArgumentError, bad_setting, check_encodable, require
+from warpfit.errors import InvalidArgumentError, bad_setting, check_encodable, did_you_mean, require
 from warpfit.expressions.real_numbers import (
     ParameterVectors,
     join_vectors,
@@ -229,11 +228,10 @@ def check_keywords(given: Mapping[str, Any], known: Any) -> None:
     """Check that all keywords of a call are those of a TypedDict."""
     for name in given.keys() - known.__optional_keys__:
         names = sorted(known.__optional_keys__)
-        close = difflib.get_close_matches(name, names, n=1)
         raise InvalidArgumentError(
             f"there is no keyword {name!r}",
             "UNKNOWN_KEYWORD",
-            f"Did you mean {close[0]}?" if close else f"Use {', '.join(names)}",
+            did_you_mean(name, names, f"Use {', '.join(names)}"),
             name,
         )
 
@@ -262,7 +260,7 @@ def member(kind: type[E], value: Any, field: str) -> E:
     try:
         return kind(value)
     except ValueError:
-        known = f"Use one of: {', '.join(kind)}"
+        known = did_you_mean(value, kind, f"Use one of: {', '.join(kind)}")
         what = f"{field} {value!r} is not known"
         raise InvalidArgumentError(what, "BAD_ENUM", known, field) from None
 

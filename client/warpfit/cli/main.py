@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
+from warpfit.cli.parser import CommandParser
 from warpfit.cli.standard_streams import (
     discard_output,
     open_standard_streams,
@@ -133,31 +134,13 @@ def _run(words: list[str]) -> int:
     return 0
 
 
-class _Command(argparse.ArgumentParser):
-    """The parser of a command; its errors show how that command is used."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse words that are left over, which often are parts of an expression."""
-        options, rest = super().parse_known_args(args, namespace)
-        if rest:
-            words = " ".join(rest)
-            self.error(f"unrecognized arguments: {words}. Quote an expression that has spaces or *")
-        return options, rest
-
-    def error(self, message: str) -> NoReturn:
-        """Say how an expression is written that argparse has taken for a flag."""
-        if "required: expression" in message:
-            message += ". One that begins with a minus stands behind --, such as -- -T"
-        super().error(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="warpfit",
         description="Evaluate expressions for symbolic regression, on a GPU or a CPU.",
     )
     parser.add_argument("--version", action="version", version=metadata.version("warpfit"))
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
     for name, (_, described) in _DELEGATED.items():  # for the list of commands alone
         commands.add_parser(name, help=described)
 

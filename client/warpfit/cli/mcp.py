@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from warpfit.cli.parser import CommandParser
 from warpfit.cli.table import seconds, whole_from
 from warpfit.embedded import server_at
 from warpfit.errors import InvalidArgumentError, require
@@ -51,7 +52,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="warpfit mcp",
         description="Offer tools to agents by the Model Context Protocol: describe_data, propose, "
         "search, simplify, predict and plot. Over stdio unless --http is given.",

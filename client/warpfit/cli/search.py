@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from warpfit.calls.proposals import for_json
+from warpfit.cli.parser import CommandParser
 from warpfit.cli.standard_streams import writing_file
 from warpfit.cli.table import add_table_flags, read_table, seconds, whole_from
 from warpfit.errors import InvalidArgumentError, require
@@ -140,7 +141,7 @@ def _require_writable(path: Path, field: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="warpfit search",
         description="Search formulas for a column of a file; the header names the variables.",
         epilog="example: warpfit search data.csv --target y --max-seconds 60 --plot y.png",

@@ -18,7 +18,13 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from warpfit.dataset.layout import Layout, canonical_dtype
-from warpfit.errors import InvalidArgumentError, check_encodable, list_of_texts, require
+from warpfit.errors import (
+    InvalidArgumentError,
+    check_encodable,
+    did_you_mean,
+    list_of_texts,
+    require,
+)
 from warpfit.expressions.real_numbers import missing_value, no_numbers, real_numbers, unwrapped
 
 # -------------------------------------------------------------------------------- arrays and frames
@@ -103,7 +109,11 @@ class ColumnNames:
                 raise InvalidArgumentError(
                     f"X has {counts[name]} columns {name!r}",
                     "UNKNOWN_COLUMN",
-                    f"Name columns of X; there are: {listed}{more}",
+                    did_you_mean(
+                        name,
+                        () if counts[name] else names,
+                        f"Name columns of X; there are: {listed}{more}",
+                    ),
                     "x",
                 )
         return list(dict.fromkeys([*self.variables(names), *others]))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from warpfit.errors import InvalidArgumentError, list_of_texts
+from warpfit.errors import InvalidArgumentError, did_you_mean, list_of_texts
 from warpfit.expressions.language import free_name, to_text
 from warpfit.formulas.languages import HELPERS, LANGUAGES, Language
 from warpfit.formulas.rules import check_length
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 #: Most tokens of a program.
 _MOST_TOKENS: Final = 10_000
+#: Languages by other names.
+_ALIASES: Final = {"py": "python", "cpp": "c++", "js": "javascript", "pytorch": "torch"}
+_ALIASES.update({"np": "numpy", "matlab": "octave", "f90": "fortran", "rs": "rust"})
 #: Longest operand, in characters, that is not given a name of its own.
 _LONGEST: Final = 100
 #: Most characters of a comment that come from the formula or from a name.
@@ -70,8 +73,12 @@ def to_code(program: Program, language: str, names: Sequence[str] = ()) -> Code:
         raise InvalidArgumentError(
             f"there is no code in {language!r}",
             "BAD_ENUM",
-            f"Use one of {', '.join(LANGUAGES)}; SymPy has printers for more languages, such as "
-            "sympy.julia_code(program.sympy())",
+            did_you_mean(
+                _ALIASES.get(str(language).lower(), language),
+                LANGUAGES,
+                f"Use one of {', '.join(LANGUAGES)}; SymPy has printers for more languages, such "
+                "as sympy.julia_code(program.sympy())",
+            ),
             "language",
         )
     check_length(program, _MOST_TOKENS, "code")

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import InvalidArgumentError, ProgramError
+from warpfit.errors import InvalidArgumentError, ProgramError, did_you_mean
 from warpfit.expressions.language import locate
 from warpfit.expressions.real_numbers import unwrapped
 from warpfit.ir import Program
@@ -164,7 +164,14 @@ def exponents_of(
     if strange or isinstance(units, str) or len(given) != variables:
         what = f"there is no variable {strange[0]!r}" if strange else f"{len(given)} units"
         raise InvalidArgumentError(
-            what, "BAD_SETTING", f"Give a unit for each of {', '.join(known)[:200]}", "units"
+            what,
+            "BAD_SETTING",
+            did_you_mean(
+                strange[0] if strange else "",
+                known,
+                f"Give a unit for each of {', '.join(known)[:200]}",
+            ),
+            "units",
         )
     return np.array(
         [exponents(unit, f"units of {n}") for n, unit in zip(known, given, strict=True)]

@@ -12,7 +12,7 @@ import numpy as np
 
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, did_you_mean
 from warpfit.expressions.reference import evaluate_program
 from warpfit.formulas.units import joined
 from warpfit.ir import Batch, Program
@@ -61,7 +61,11 @@ def operator_name(given: str, field: str = "operators") -> str:
         raise InvalidArgumentError(
             f"operator {given!r} is not known",
             "UNKNOWN_OPERATOR",
-            f"Choose from {', '.join([*function_names(), *_BY_SYMBOL])}",
+            did_you_mean(
+                given,
+                function_names(),
+                f"Choose from {', '.join([*function_names(), *_BY_SYMBOL])}",
+            ),
             field,
         )
     return name
@@ -134,7 +138,7 @@ def _checks(kind: str, given: Any) -> list[Callable[[Genomes], Mask]]:
     raise InvalidArgumentError(
         f"constraint {kind!r} is not known",
         "BAD_SETTING",
-        f"Choose from {', '.join(_KINDS)}",
+        did_you_mean(kind, _KINDS, f"Choose from {', '.join(_KINDS)}"),
         "constraints",
     )
 
@@ -211,7 +215,11 @@ def directions(given: Mapping[str, str], names: Sequence[str], variables: int) -
             raise InvalidArgumentError(
                 f"constraint of monotonicity {name!r}: {direction!r}",
                 "BAD_SETTING",
-                f"Say increasing or decreasing, of {', '.join(known)[:200]}",
+                did_you_mean(
+                    direction if name in known else name,
+                    _DIRECTIONS if name in known else known,
+                    f"Say increasing or decreasing, of {', '.join(known)[:200]}",
+                ),
                 "constraints",
             )
     return {known.index(name): _DIRECTIONS[direction] for name, direction in named}

@@ -22,7 +22,7 @@ from warpfit.expressions.real_numbers import require_order
 from warpfit.ir import Program
 from warpfit.losses import LossFunction
 from warpfit.sklearn.estimator import Floats, unchanged_by_failure
-from warpfit.sklearn.keywords import OF_OTHER_ESTIMATORS, explains_keywords
+from warpfit.sklearn.keywords import OF_OTHER_ESTIMATORS, AnswersOtherWords, explains_keywords
 from warpfit.sklearn.regressor import SymbolicRegressor
 
 #: Log loss of a target of 0 and 1 by the logarithm of the odds, written so that it overflows
@@ -41,7 +41,7 @@ _OF_SEARCH: Final = dict.fromkeys(
 )
 
 
-class SymbolicClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+class SymbolicClassifier(AnswersOtherWords, ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """Find a formula for the logarithm of the odds of the second of two classes.
 
     Parameters
@@ -131,7 +131,7 @@ def _search_of(estimator: Any) -> SymbolicRegressor:
     return search
 
 
-class SymbolicTransformer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
+class SymbolicTransformer(AnswersOtherWords, TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """Make features of the best formulas that a search finds, for another estimator.
 
     The formulas are those of the search's last populations, best first, but for those that are

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import shutil
 import textwrap
@@ -12,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from warpfit.display import TextTable
-from warpfit.errors import InvalidArgumentError, require
+from warpfit.errors import InvalidArgumentError, did_you_mean, require
 from warpfit.evidence import ROUNDING
 from warpfit.ir import Program
 
@@ -227,7 +229,7 @@ def check_selection(name: str) -> None:
         raise InvalidArgumentError(
             f"model_selection is {name!r}",
             "BAD_SETTING",
-            f"Choose from {', '.join(SELECTIONS)}",
+            did_you_mean(name, SELECTIONS, f"Choose from {', '.join(SELECTIONS)}"),
             "model_selection",
         )
 
@@ -259,9 +261,28 @@ class EquationTable:
         """Count the equations."""
         return len(self.front)
 
-    def __getitem__(self, index: int) -> Equation:
-        """Return one equation."""
+    def __getitem__(self, index: Any) -> Any:
+        """Return one equation, or a tuple of them for a slice."""
+        if isinstance(index, str | list | tuple):
+            raise InvalidArgumentError(
+                f"equations_ has no columns: {index!r}"[:200],
+                "BAD_INDEX",
+                f"Write equations_.to_pandas()[{index!r}], or [e.loss for e in equations_]",
+                "index",
+            )
         return self.front[index]
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError, for what a DataFrame has with the remedy."""
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if not name.startswith("_"):
+            known = [one for one in dir(type(self)) if not one.startswith("_")]
+            usual = (
+                f"It is a sequence of Equation, such as equations_[0]; equations_.to_pandas() is "
+                f"a DataFrame: equations_.to_pandas().{name}"
+            )
+            message += f". {did_you_mean(name, known, usual)}"
+        raise AttributeError(message)
 
     def to_pandas(self) -> Any:
         """Return a pandas DataFrame with a column for each field; one of them is LaTeX.
@@ -280,6 +301,31 @@ class EquationTable:
         own = list(dict.fromkeys(name for e in self.front for name in e.subformulas))
         parts = {name: [e.subformulas.get(name, "") for e in self.front] for name in own}
         return pandas.DataFrame({**parts, **columns})
+
+    def to_csv(self) -> str:
+        """Return the table as CSV, numbers with all digits; what is not known is empty."""
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerow(COLUMNS)
+        for equation in self.front:
+            values = [getattr(equation, name) for name in COLUMNS]
+            known = ["" if isinstance(v, float) and math.isnan(v) else v for v in values]
+            rows.writerow(known)
+        return text.getvalue()
+
+    def latex_table(self) -> str:
+        """Return the table as LaTeX; it needs the package booktabs."""
+        header, *rows = self._cells([f"${equation.latex}$" for equation in self.front])
+        lines = [
+            rf"\begin{{tabular}}{{{'r' * (len(header) - 1)}l}}",
+            r"\toprule",
+            *(" & ".join(row) + r" \\" for row in [header]),
+            r"\midrule",
+            *(" & ".join(row) + r" \\" for row in rows),
+            r"\bottomrule",
+            r"\end{tabular}",
+        ]
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         """Return the table as columns that fit a terminal: long formulas take several lines."""

@@ -38,6 +38,7 @@ from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
 from warpfit.parse import MACROS
+from warpfit.sklearn.keywords import AnswersOtherWords
 from warpfit.transport.connection import TlsConfig
 
 P = ParamSpec("P")
@@ -80,7 +81,7 @@ def unchanged_by_failure(fit: Callable[P, T]) -> Callable[P, T]:
     return fit_or_restore
 
 
-class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc]
+class FormulaRegressor(AnswersOtherWords, RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc]
     """A regressor whose ``fit`` ends with one formula, its numbers included."""
 
     address: str | None

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from warpfit.client import Client, UploadedDataset
 from warpfit.display import Shown, TextTable
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, did_you_mean
 from warpfit.expressions.language import is_free
 from warpfit.expressions.reference import evaluate_program
 from warpfit.fitting import Reason
@@ -67,7 +67,11 @@ def encoded(X: Any, group: str | int, known: NDArray[Any] | None) -> tuple[Any, 
         raise InvalidArgumentError(
             f"group is {group!r}",
             "BAD_SETTING",
-            f"Give a column of X: {', '.join(names)[:200] or f'0 to {width - 1}'}",
+            did_you_mean(
+                group,
+                names,
+                f"Give a column of X: {', '.join(names)[:200] or f'0 to {width - 1}'}",
+            ),
             "group",
         )
     column = table[table.columns[place]] if names else table[:, place]

@@ -1,54 +1,320 @@
-"""Keywords that an estimator does not have, and what means the same here."""
+"""Words of other packages, given to our estimators, and what means the same here."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import Parameter, signature
-from typing import Final, ParamSpec, TypeVar
+from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, did_you_mean
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Our form of keywords of PySR's and gplearn's estimators.
-OF_OTHER_ESTIMATORS: Final = {
-    "niterations": "generations=",
-    **dict.fromkeys(("binary_operators", "unary_operators", "function_set"),
-                    "operators= with all operators in one list"),
-    **dict.fromkeys(("populations", "population_size"), "population="),
-    "maxsize": "max_size=",
-    "maxdepth": 'constraints={"depth": ...}',
-    "nested_constraints": 'constraints={"nesting": ...}',
-    "timeout_in_seconds": "max_seconds=",
-    **dict.fromkeys(("elementwise_loss", "loss_function", "metric"), "loss="),
-    **dict.fromkeys(("parsimony", "parsimony_coefficient"), "model_selection= or max_size="),
-    "dimensionless_constants_only": "dimensionless_constants=",
-    **dict.fromkeys(("early_stop_condition", "stopping_criteria"), "tolerance="),
-    "should_simplify": "simplify=",
-    **dict.fromkeys(("batching", "batch_size", "max_samples"), "sample_rows="),
-    "optimizer_iterations": "fit_iterations=",
-    **dict.fromkeys(("verbosity", "progress"), "verbose="),
-    "print_precision": "digits=",
-    **dict.fromkeys(("output_directory", "run_id", "temp_equation_file"), "checkpoint="),
-    "expression_spec": "template=",
-    **dict.fromkeys(("procs", "parallelism", "n_jobs"), "engine=, or the address= of a server: "
-                    "an engine takes all cores by itself"),
-}  # fmt: skip
-#: Our form of keywords of PySR's ``fit``.
-OF_OTHER_FITS: Final = {
-    "weights": "sample_weight=",
-    "X_units": "units= of the estimator",
-    "y_units": "target_unit= of the estimator",
-    "category": "group= of the estimator",
-    "variable_names": "a DataFrame, whose columns have names",
+#: What a keyword becomes: a text to follow "Write", or a function that makes it of the value.
+Translation = str | Callable[[Any], str]
+
+#: Operators by their names in gplearn and Operon, where they are called otherwise here.
+_OPERATORS: Final = {"analytic_quotient": "aq", "fmin": "min", "fmax": "max", "powi": "pow"}
+#: Leaves among Operon's symbols, which are no operators.
+_LEAVES: Final = ("constant", "variable")
+#: Our losses by their names in PySR, gplearn and Operon.
+_LOSSES: Final = {
+    "L2DistLoss()": "mse",
+    "L1DistLoss()": "mae",
+    "LogCoshLoss()": "log_cosh",
+    "mean absolute error": "mae",
+    "log loss": None,
+}
+#: Our criteria by their names in Operon.
+_CRITERIA: Final = {
+    "minimum_description_length": "description_length",
+    "bayesian_information_criterion": "evidence",
+    "mean_squared_error": "accuracy",
 }
 
 
-def explains_keywords(others: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Have a method refuse keywords that it does not have with the one that is meant.
+class Without(str):
+    """The reason why there is nothing like a keyword here, so that it is left out."""
+
+    __slots__ = ()
+
+
+def _ours(keyword: str) -> Callable[[Any], str]:
+    """Return a translation to another keyword with the same value."""
+    return lambda value: f"{keyword}={value!r}"
+
+
+def _operators(value: Any) -> str:
+    """Translate operators, which are one list here, whatever they take."""
+    given = value.split(",") if isinstance(value, str) and "," in value else value
+    several = [given] if isinstance(given, str) else given if isinstance(given, Iterable) else ()
+    # PySR's operators may be defined in Julia, as inv(x) = 1/x.
+    names = [re.split(r"[(=]", str(getattr(one, "name", one)).strip())[0] for one in several]
+    ours = [_OPERATORS.get(name, name) for name in names if name not in _LEAVES]
+    return f"operators={ours or 'a list'}"
+
+
+def _nesting(value: Any) -> str:
+    return f"constraints={{'nesting': {value!r}}}"
+
+
+def _depth(value: Any) -> str:
+    return f"constraints={{'depth': {value!r}}}"
+
+
+def _loss(value: Any) -> str:
+    """Translate a loss by its name, and leave others to be written as text."""
+    names = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+    if "log loss" in names:
+        return "SymbolicClassifier(search=SymbolicRegressor(...)), which minimises the log loss"
+    known = [_LOSSES.get(name, name) for name in names]
+    huber = re.fullmatch(r"HuberLoss\((.*)\)", known[0] or "")
+    if huber:
+        return f"loss=warpfit.losses.huber({huber[1] or '1.0'})"
+    short = [name for name in known if name in ("mse", "mae", "rmse", "r2", "nmse", "log_cosh")]
+    return f"loss={short[0]!r}" if short else "loss= as text over f, y, w and d = f - y"
+
+
+def _criterion(value: Any) -> str:
+    known = _CRITERIA.get(str(value))
+    return f"model_selection={known!r}" if known else "model_selection="
+
+
+def _template(value: Any) -> str:
+    shown = getattr(value, "combine", None)
+    return f"template={shown!r}" if isinstance(shown, str) else "template='f(x1) * exp(-g(x2))'"
+
+
+def _sample(value: Any) -> str:
+    """Translate the number of rows of a comparison; gplearn's is a part of all rows."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value > 1
+    return f"sample_rows={value}" if is_count else "sample_rows= with a number of rows"
+
+
+def _names(value: Any) -> str:
+    is_list = isinstance(value, Iterable) and not isinstance(value, str)
+    given = list(value) if is_list else []
+    return f"a DataFrame with columns {given}" if given else "a DataFrame, whose columns have names"
+
+
+def _table(value: Any) -> str:
+    is_file = isinstance(value, str) and value.endswith(".csv")
+    return f"output={value if is_file else 'front.csv'!r}"
+
+
+def _verbose(value: Any) -> str:
+    return f"verbose={bool(value)}"
+
+
+def _all(*words: str, to: Translation) -> dict[str, Translation]:
+    return dict.fromkeys(words, to)
+
+
+#: Where the number of processes or threads is chosen.
+_CORES: Final = "engine=, or the address= of a server: an engine takes all cores by itself"
+#: Our form of keywords of the estimators of PySR, gplearn and pyoperon.
+OF_OTHER_ESTIMATORS: Final[Mapping[str, Translation]] = {
+    "niterations": _ours("generations"),
+    **_all(
+        *("binary_operators", "unary_operators", "operators_binary", "operators_unary"),
+        *("function_set", "allowed_symbols"),
+        to=_operators,
+    ),
+    "population_size": _ours("population"),
+    **_all("populations", "pool_size", to="population= for all formulas together"),
+    **_all("maxsize", "max_length", to=_ours("max_size")),
+    **_all("maxdepth", "max_depth", to=_depth),
+    "nested_constraints": _nesting,
+    **_all("timeout_in_seconds", "max_time", "time_limit", to=_ours("max_seconds")),
+    **_all("elementwise_loss", "loss_function", "loss_function_expression", to=_loss),
+    **_all("metric", "objectives", to=_loss),
+    **_all(
+        *("parsimony", "parsimony_coefficient", "adaptive_parsimony_scaling"),
+        *("use_frequency", "use_frequency_in_tournament"),
+        to="max_size= or model_selection=: equations_ has the best formula of each size",
+    ),
+    "model_selection_criterion": _criterion,
+    "dimensionless_constants_only": _ours("dimensionless_constants"),
+    "dimensional_constraint_penalty": Without("a formula of wrong units is no candidate at all"),
+    **_all(
+        *("early_stop_condition", "stopping_criteria"),
+        to="tolerance= as a part of the loss of the best constant, or callback=",
+    ),
+    **_all("max_evals", "max_evaluations", to="generations= or max_seconds="),
+    "should_simplify": _ours("simplify"),
+    **_all("batching", "batch_size", "max_samples", to=_sample),
+    "optimizer_iterations": _ours("fit_iterations"),
+    "optimizer_likelihood": "loss=, such as 'poisson' or 'gaussian'",
+    **_all("verbosity", "update_verbosity", "progress", to=_verbose),
+    "print_precision": _ours("digits"),
+    **_all("output_directory", "run_id", to="checkpoint= and output="),
+    **_all("equation_file", "temp_equation_file", to=_table),
+    "extra_sympy_mappings": "warpfit.define('name', 'formula'), and the name in operators=",
+    "expression_spec": _template,
+    "fraction_replaced_guesses": "guesses= alone",
+    **_all(
+        *("complexity_of_constants", "complexity_of_variables", "complexity_mapping"),
+        to="complexity_of_operators= alone: constants and variables count as 1",
+    ),
+    "feature_names": _names,
+    "select_k_features": Without("sklearn.feature_selection in a Pipeline chooses columns"),
+    "denoise": "loss= for noise, such as 'huber'",
+    "class_weight": "sample_weight= of fit",
+    "transformer": "SymbolicClassifier(search=SymbolicRegressor(...)) for two classes",
+    **_all(
+        *("hall_of_fame", "n_components"),
+        to="SymbolicTransformer(n_components=..., search=SymbolicRegressor(...))",
+    ),
+    "uncertainty": "sample_weight= of fit, 1 / sigma^2 of each row",
+    **_all(
+        *("add_model_scale_term", "add_model_intercept_term"),
+        to="template='f(x1, x2)' for formulas without a slope and an intercept of their own",
+    ),
+    **_all("n_jobs", "n_threads", "procs", "parallelism", "multithreading", to=_CORES),
+    **_all("cluster_manager", "addprocs_function", "worker_imports", to=_CORES),
+    **_all("logger_spec", "logger", to="callback=, which is called with each front"),
+    **_all(
+        *("heap_size_hint_in_bytes", "worker_timeout", "julia_project", "julia_kwargs"),
+        *("update", "fast_cycle", "turbo", "bumper", "autodiff_backend", "low_memory"),
+        *("tempdir", "delete_tempfiles"),
+        to=Without("there is no Julia, and nothing of it to set"),
+    ),
+    **_all("precision", "deterministic", to="random_state=: a seed gives the same search"),
+    "input_stream": Without("Ctrl-C ends a search with what was found"),
+    **_all(
+        *("output_jax_format", "output_torch_format", "extra_jax_mappings"),
+        *("extra_torch_mappings",),
+        to=Without("model.code('jax') and model.code('torch') export a formula"),
+    ),
+    **_all(
+        *("optimizer_algorithm", "optimizer_nrestarts", "optimize_probability", "optimizer"),
+        *("optimizer_f_calls_limit", "should_optimize_constants", "perturbation_factor"),
+        *("probability_negate_constant", "weight_optimize", "optimizer_batch_size"),
+        *("local_search_probability", "lamarckian_probability", "sgd_update_rule"),
+        *("sgd_learning_rate", "sgd_beta", "sgd_beta2", "sgd_epsilon", "sgd_debias"),
+        *("const_range",),
+        to="fit_iterations=: constants of promising formulas are always fitted",
+    ),
+    **_all(
+        *("ncycles_per_iteration", "ncyclesperiteration", "tournament_selection_n"),
+        *("tournament_selection_p", "tournament_size", "topn", "alpha", "annealing"),
+        *("migration", "hof_migration", "fraction_replaced", "fraction_replaced_hof"),
+        *("skip_mutation_failures", "crossover_probability", "mutation", "mutation_probability"),
+        *("crossover_internal_probability", "offspring_generator", "reinserter", "brood_size"),
+        *("female_selector", "male_selector", "max_selection_pressure", "comparison_factor"),
+        *("irregularity_bias", "epsilon", "p_crossover", "p_subtree_mutation"),
+        *("p_hoist_mutation", "p_point_mutation", "p_point_replace", "weight_add_node"),
+        *("weight_insert_node", "weight_delete_node", "weight_do_nothing"),
+        *("weight_mutate_constant", "weight_mutate_operator", "weight_mutate_feature"),
+        *("weight_swap_operands", "weight_rotate_tree", "weight_randomize", "weight_simplify"),
+        *("warmup_maxsize_by", "init_depth", "init_method", "initialization_method"),
+        *("initialization_max_length", "initialization_max_depth", "symbolic_mode"),
+        to=Without("the engine varies and chooses formulas in its own way"),
+    ),
+}
+#: Our form of keywords of the ``fit`` of PySR and others.
+OF_OTHER_FITS: Final[Mapping[str, Translation]] = {
+    **_all("weights", "sigma", "Xresampled", to="sample_weight=, such as 1 / sigma^2"),
+    "X_units": "units= of the estimator",
+    "y_units": "target_unit= of the estimator",
+    "category": "group= of the estimator",
+    **_all("variable_names", "feature_names", "complexity_of_variables", to=_names),
+    "p0": "guesses= of the estimator: formulas with numbers to begin with",
+}
+#: Our form of keywords of the ``predict`` of others.
+OF_OTHER_PREDICTIONS: Final[Mapping[str, Translation]] = {
+    "category": "the column of groups into X, as for fit",
+}
+
+#: Where the front is found.
+_TABLE: Final = "equations_, a sequence that prints; equations_.to_pandas() is a DataFrame"
+#: Attributes of the estimators of PySR, gplearn, pyoperon and lmfit, and what means the same.
+OF_OTHER_OBJECTS: Final[Mapping[str, str]] = {
+    "get_best": "expression_ and program_, or equations_[index]",
+    "latex_table": "equations_.latex_table()",
+    "refresh": "equations_, which is always up to date",
+    "from_file": "pickle or joblib to save a fitted estimator; checkpoint= goes on with a search",
+    "get_hof": _TABLE,
+    "equations": _TABLE,
+    "hall_of_fame_": _TABLE,
+    "pareto_front_": "front_, a list of Equation with programs, or equations_, which prints",
+    "equation_file_": "output='front.csv' of the estimator for a file of the front",
+    "equation_file_contents_": _TABLE,
+    "run_id_": "checkpoint= of the estimator",
+    "output_directory_": "checkpoint= and output= of the estimator",
+    "jax": "to_numpy(), or code(language)",
+    "pytorch": "code('torch'), or to_numpy()",
+    "torch": "code('torch'), or to_numpy()",
+    "_program": "program_",
+    "_programs": "programs_found()",
+    "_best_programs": "the programs_ of the estimator, or equations_",
+    "run_details_": "callback= of the estimator, which gets each front",
+    "model_": "program_, which prints, or expression_",
+    "get_model_string": "expression_, or code(language)",
+    "evaluate_model": "predict(X, index)",
+    "stats_": "n_iter_, reason_ and start_seconds_",
+    "individuals_": "programs_found()",
+    "feature_importances_": "sklearn.inspection.permutation_importance(model, X, y)",
+    "coef_": "parameters_ of ParameterOptimizer, or expression_",
+    "popt": "parameters_ of ParameterOptimizer",
+    "best_values": "parameters_ of ParameterOptimizer",
+    "params": "parameters_ of ParameterOptimizer",
+    "pcov": "standard_errors_ of ParameterOptimizer, or client.optimize(..., covariance=True)",
+    "stderr": "standard_errors_ of ParameterOptimizer",
+    "best_fit": "predict(X)",
+    "fit_report": "print(client.optimize(...)), or parameters_ and standard_errors_",
+    "redchi": "loss_",
+    "plot": "plot_fit(X, y) or plot_front()",
+    "to_latex": "latex()",
+    "to_sympy": "sympy()",
+}
+
+
+class _Elsewhere:
+    """An attribute of a class that is answered by what to write instead."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: type) -> NoReturn:
+        raise AttributeError(_no_attribute(owner, self.name))
+
+
+class AnswersOtherWords:
+    """A class whose missing attributes say what to write instead, if other packages have them.
+
+    They raise AttributeError, so that ``hasattr``, copies and pickles see no attribute.
+    """
+
+    # The others are called on instances.
+    from_file = _Elsewhere("from_file")
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError with the remedy for an attribute that there is not."""
+        if hasattr(type(self), name) or name in dir(type(self)):
+            # A property has raised AttributeError, as those of an estimator that is not fitted.
+            return object.__getattribute__(self, name)
+        if name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(_no_attribute(type(self), name))
+
+
+def _no_attribute(owner: type, name: str) -> str:
+    message = f"{owner.__name__!r} object has no attribute {name!r}"
+    if name in OF_OTHER_OBJECTS:
+        return f"{message}. Use {OF_OTHER_OBJECTS[name]}"
+    known = [one for one in dir(owner) if not one.startswith("_")]
+    remedy = did_you_mean(name, known, "")
+    return f"{message}. {remedy}" if remedy else message
+
+
+def explains_keywords(
+    others: Mapping[str, Translation],
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Have a method refuse keywords that it does not have with the ones that are meant.
 
     Args:
         others: what to write instead of keywords of other programs or classes, by their names.
@@ -61,19 +327,53 @@ def explains_keywords(others: Mapping[str, str]) -> Callable[[Callable[P, T]], C
 
         @wraps(method)
         def explained(*args: P.args, **kwargs: P.kwargs) -> T:
-            for name in kwargs:
-                if name in known:
-                    continue
-                close = difflib.get_close_matches(name, known, n=1)
-                remedy = f"Did you mean {close[0]}=?" if close else f"Use {', '.join(known)}"
-                if name in others:
-                    remedy = f"Write {others[name]}"
+            wrong = {name: value for name, value in kwargs.items() if name not in known}
+            if wrong:
                 what = type(args[0]).__name__ if args else method.__qualname__
-                raise InvalidArgumentError(
-                    f"{what} has no keyword {name!r}", "UNKNOWN_KEYWORD", remedy, name
-                )
+                raise _unknown_keywords(what, wrong, known, others)
             return method(*args, **kwargs)
 
         return explained
 
     return decorate
+
+
+def _unknown_keywords(
+    what: str, wrong: Mapping[str, Any], known: list[str], others: Mapping[str, Translation]
+) -> InvalidArgumentError:
+    """Return the error that says of each keyword what to write instead."""
+    remedies = {}
+    for name, value in wrong.items():
+        other = others.get(name)
+        if other is None:
+            remedies[name] = did_you_mean(name, known, f"Use {', '.join(known)}", "=")
+        elif isinstance(other, Without):
+            remedies[name] = f"Leave it out: {other}"
+        else:
+            remedies[name] = f"Write {other if isinstance(other, str) else other(value)}"
+    listed = ", ".join(map(repr, wrong))
+    error = InvalidArgumentError(
+        f"{what} has no keyword{'s' if len(wrong) > 1 else ''} {listed}",
+        "UNKNOWN_KEYWORD",
+        _together(remedies),
+        next(iter(wrong)),
+    )
+    # An error's remedy is short, because it may travel; a note is printed below it.
+    if len(wrong) > 1:
+        error.add_note("\n".join(f"{name}: {text}" for name, text in remedies.items()))
+    return error
+
+
+def _together(remedies: Mapping[str, str]) -> str:
+    """Return the remedies as one, in which operators of several keywords are one list."""
+    if len(remedies) == 1:
+        return next(iter(remedies.values()))
+    written = {text.removeprefix("Write "): None for text in remedies.values() if text[0] == "W"}
+    lists = [text for text in written if text.startswith("operators=[")]
+    merged = ", ".join(text.removeprefix("operators=[").removesuffix("]") for text in lists)
+    first = [f"operators=[{merged}]"] if lists else []
+    first += [text for text in written if text not in lists]
+    left = [name for name, text in remedies.items() if text.startswith("Leave")]
+    sentences = [f"Write {', '.join(first)}"] if first else []
+    sentences += [f"Leave out {', '.join(left)}"] if left else []
+    return ". ".join(sentences + [text for text in remedies.values() if text[0] not in "WL"])

@@ -21,7 +21,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from warpfit.client import Client
 from warpfit.dataset.layout import caller_level
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, did_you_mean
 from warpfit.expressions import reference
 from warpfit.expressions.language import to_latex, to_text
 from warpfit.formulas.units import dimension, dimensions, exponents, exponents_of
@@ -50,9 +50,14 @@ from warpfit.sklearn.estimator import (
 from warpfit.sklearn.forms import Form
 from warpfit.sklearn.genomes import Genomes, joined, macros_of, recoded
 from warpfit.sklearn.groups import GroupedClient, GroupTable, check_sizes, encoded, values_of
-from warpfit.sklearn.keywords import OF_OTHER_ESTIMATORS, OF_OTHER_FITS, explains_keywords
+from warpfit.sklearn.keywords import (
+    OF_OTHER_ESTIMATORS,
+    OF_OTHER_FITS,
+    OF_OTHER_PREDICTIONS,
+    explains_keywords,
+)
 from warpfit.sklearn.search import INTERRUPTIONS, Terminated
-from warpfit.sklearn.target_search import Progress, TargetSearch, load
+from warpfit.sklearn.target_search import Progress, TargetSearch, load, save_table
 from warpfit.sklearn.templates import GroupedForm, Template, TemplateForm
 from warpfit.transport.call import CallingBack
 from warpfit.transport.connection import TlsConfig
@@ -222,6 +227,10 @@ class SymbolicRegressor(FormulaRegressor):
     checkpoint : path, optional
         File to which the formulas are saved from time to time, and from which ``fit`` goes on if it
         exists.
+    output : path, optional
+        CSV file of the equations so far, which is written from time to time while the search runs
+        and replaced in one step; in the end it has the columns of ``equations_``. Further targets
+        have files with their number, such as ``front.1.csv``.
     callback : callable, optional
         Called after each generation with the estimator, the generation's number and the equations
         so far; the search ends if it returns True.
@@ -299,6 +308,7 @@ class SymbolicRegressor(FormulaRegressor):
         group: str | int | None = None,
         warm_start: bool = False,
         checkpoint: str | Path | None = None,
+        output: str | Path | None = None,
         callback: Callable[[SymbolicRegressor, int, list[eq.Equation]], Any] | None = None,
         verbose: bool = False,
         random_state: Any = None,
@@ -333,10 +343,12 @@ class SymbolicRegressor(FormulaRegressor):
         self.group = group
         self.warm_start = warm_start
         self.checkpoint = checkpoint
+        self.output = output
         self.callback = callback
         self.verbose = verbose
         self.random_state = random_state
 
+    @explains_keywords(OF_OTHER_PREDICTIONS)
     @np.errstate(all="ignore")  # NaN and infinities are in the result
     def predict(self, X: ArrayLike, index: int | None = None) -> Floats:
         """Evaluate the chosen formula, or another one of the front, on X; needs no server.
@@ -374,7 +386,7 @@ class SymbolicRegressor(FormulaRegressor):
         if group is None or not equation.constants:
             return equation.program
         if group not in self.groups_:
-            raise _bad_setting("group", group, f"one of {', '.join(map(str, self.groups_[:20]))}")
+            raise _unknown_word("group", group, self.groups_[:20].tolist())
         place = int(np.flatnonzero(self.groups_ == group)[0])
         return equation.program.bind(equation.constants[place])
 
@@ -635,15 +647,18 @@ class SymbolicRegressor(FormulaRegressor):
             if self.model_selection == "evidence":
                 raise _bad_setting("model_selection", "evidence", "another one with a template")
         if self.snap not in ("constants", "numbers", False):
-            raise _bad_setting("snap", self.snap, "constants, numbers or False")
+            raise _unknown_word("snap", self.snap, ("constants", "numbers", "False"))
         if self.engine not in ("auto", "cpu"):
-            raise _bad_setting("engine", self.engine, "auto or cpu")
+            raise _unknown_word("engine", self.engine, ("auto", "cpu"))
         if not (self.callback is None or callable(self.callback)):
             raise _bad_setting("callback", self.callback, "a function, or None")
-        if self.checkpoint is not None and not (
-            isinstance(self.checkpoint, str | os.PathLike) and Path(self.checkpoint).parent.is_dir()
-        ):
-            raise _bad_setting("checkpoint", self.checkpoint, "a file in a folder that exists")
+        for name in ("checkpoint", "output"):
+            path = getattr(self, name)
+            is_path = isinstance(path, str | os.PathLike)
+            if path is not None and not (
+                is_path and Path(path).parent.is_dir() and not Path(path).is_dir()
+            ):
+                raise _bad_setting(name, path, "a file in a folder that exists")
 
     def _trainings(self, X: Any, y: Any, sample_weight: Any) -> list[TrainingData]:
         self._fresh_fronts: list[list[eq.Equation]] = []
@@ -762,7 +777,9 @@ class SymbolicRegressor(FormulaRegressor):
             file = self._checkpoint_file(output)
             own = nullcontext() if self.callback is None else CallingBack(self.callback)
             with own as callback:
-                progress = Progress(file, begun, self.verbose, callback)
+                progress = Progress(
+                    file, begun, self.verbose, callback, table=self._table_file(output)
+                )
                 front = task.run(progress)
             self.n_iter_, self.reason_ = task.generation, task.reason
             if len(task.formulas):
@@ -775,6 +792,9 @@ class SymbolicRegressor(FormulaRegressor):
         if self.model_selection == "evidence":
             front = self._with_evidence(client, front, output)
         self._fresh_fronts.append(front)
+        table = self._table_file(output)
+        if table is not None:
+            save_table(table, front)
         favourite = eq.SELECTIONS[self.model_selection](front)
         if not favourite.is_supported:
             chosen = front[eq.selected(front, self.model_selection)]
@@ -847,6 +867,13 @@ class SymbolicRegressor(FormulaRegressor):
             return None
         path = Path(self.checkpoint)
         return path if output == 0 else path.with_name(f"{path.name}.{output}")
+
+    def _table_file(self, output: int) -> Path | None:
+        """Return the file of a target's equations."""
+        if self.output is None:
+            return None
+        path = Path(self.output)
+        return path if output == 0 else path.with_name(f"{path.stem}.{output}{path.suffix}")
 
     def _start(self, output: int, training: TrainingData, form: Form) -> Genomes:
         """Return the formulas that the search of a target goes on from, guesses first."""
@@ -937,6 +964,11 @@ def _termination_interrupts() -> Iterator[None]:
 def _number(value: Any) -> float:
     """Return a number as it is, and NaN for anything else."""
     return float(value) if isinstance(value, int | float | np.number) else math.nan
+
+
+def _unknown_word(name: str, value: Any, known: Sequence[Any]) -> InvalidArgumentError:
+    remedy = did_you_mean(value, known, f"Give one of {', '.join(map(str, known))}")
+    return InvalidArgumentError(f"{name} is {value!r}", "BAD_SETTING", remedy, name)
 
 
 def _bad_setting(name: str, value: Any, wanted: str) -> InvalidArgumentError:

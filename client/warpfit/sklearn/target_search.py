@@ -9,8 +9,8 @@ import sys
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +37,7 @@ from warpfit.sklearn.constraints import FormulaRules, Violations, operator_names
 from warpfit.sklearn.equations import (
     SELECTIONS,
     Equation,
+    EquationTable,
     build_front,
     selected,
 )
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 #: Seconds between lines of progress on a terminal, and elsewhere; and between checkpoints.
 _LINE_SECONDS: Final = (0.3, 5.0)
 _CHECKPOINT_SECONDS: Final = 20.0
+#: The same between two tables of the equations.
+_TABLE_SECONDS: Final = 5.0
 #: Most characters of a line.
 _LINE: Final = 160
 
@@ -68,6 +71,9 @@ class Progress:
     callback: Callable[..., Any] | None = None
     shown: float = 0.0
     saved: float = 0.0
+    table: Path | None = None
+    """File to which the equations are written."""
+    tabled: float = 0.0
 
     def report(self, target: TargetSearch, found: Found) -> bool:
         """Report a generation; return whether the callback ends the search."""
@@ -79,6 +85,9 @@ class Progress:
         if self.checkpoint is not None and now - self.saved >= _CHECKPOINT_SECONDS:
             self.saved = now
             self.save(found.formulas())
+        if self.table is not None and now - self.tabled >= _TABLE_SECONDS:
+            save_table(self.table, target.preview(found))
+            self.tabled = time.monotonic()  # a preview takes a while
         if self.callback is None:
             return False
         generation = target.generation + found.generation
@@ -93,15 +102,8 @@ class Progress:
         """Write the checkpoint; a search does not end because its disk is full."""
         if self.checkpoint is None:
             return
-        try:
+        with _no_end_by_a_file(f"the checkpoint {self.checkpoint}"):
             save(self.checkpoint, genomes)
-        except OSError as error:
-            warnings.warn(
-                f"the checkpoint {self.checkpoint} cannot be written: {error.strerror}. Make room, "
-                "or the folder writable, before the search ends",
-                SearchWarning,
-                stacklevel=caller_level(),
-            )
 
     def _show(self, target: TargetSearch, found: Found) -> None:
         best = min(target.preview(found), key=lambda equation: equation.loss)
@@ -122,8 +124,7 @@ class Progress:
 
 def save(path: Path, genomes: Genomes) -> None:
     """Write formulas to a file, which is replaced in one step."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
+    with replaced(path) as partial, partial.open("wb") as file:
         macros = macros_of(genomes)
         np.savez_compressed(
             file,
@@ -133,7 +134,34 @@ def save(path: Path, genomes: Genomes) -> None:
             macro_codes=np.array([*macros], np.uint8),
             macro_names=np.array([*macros.values()], np.str_),
         )
+
+
+def save_table(path: Path, front: Sequence[Equation]) -> None:
+    """Write equations as CSV to a file, which is replaced in one step."""
+    with _no_end_by_a_file(f"the table {path}"), replaced(path) as partial:
+        partial.write_text(EquationTable(tuple(front)).to_csv(), "utf-8", newline="")
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield a file beside another one, which it replaces in one step where all went well."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    yield partial
     partial.replace(path)
+
+
+@contextmanager
+def _no_end_by_a_file(what: str) -> Iterator[None]:
+    """Warn of a file that cannot be written: a search does not end because a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(
+            f"{what} cannot be written: {error.strerror}. Make room, or the folder writable, "
+            "before the search ends",
+            SearchWarning,
+            stacklevel=caller_level(),
+        )
 
 
 def load(path: Path, form: Form, width: int, variables: int) -> Genomes | None:

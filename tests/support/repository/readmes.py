@@ -10,6 +10,9 @@ READMES = (
     *("client/DEVELOPING.md", "client/OPERATORS.md", "server/README.md"),
     *("server/OPERATING.md", "server/SECURITY.md", "tests/bench/README.md"),
     *("proto/README.md", "deploy/README.md"),
+    *(f"deploy/site/pages/{name}.md" for name in ("gallery", "benchmarking", "writing_code")),
+    *(f"deploy/site/pages/coming_from_{name}.md" for name in ("pysr", "gplearn", "operon")),
+    *(f"deploy/site/pages/coming_from_{name}.md" for name in ("deap", "curve_fit")),
 )
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
