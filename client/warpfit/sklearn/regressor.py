@@ -29,6 +29,7 @@ from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import Closing, LossFunction, as_function, as_loss
 from warpfit.ops import BY_CODE, VARIABLE
+from warpfit.searching import Units
 from warpfit.sklearn import equations as eq
 from warpfit.sklearn.chance import Chance, chance_of
 from warpfit.sklearn.constraints import (
@@ -36,6 +37,7 @@ from warpfit.sklearn.constraints import (
     check_constraints,
     complexity_measure,
     directions,
+    operator_name,
     operator_names,
     reachable,
     with_unit,
@@ -74,7 +76,7 @@ _RANGES: Final = {
     "digits": (1, 17),
 }
 #: Settings of these that may be None.
-_OPTIONAL: Final = ("max_size", "early_stopping", "digits")
+_OPTIONAL: Final = ("population", "max_size", "early_stopping", "digits")
 #: Greatest complexity of a formula by default, and what slope and intercept take of it.
 _MAX_SIZE: Final = 29
 _SLOPE_AND_INTERCEPT: Final = 4
@@ -276,7 +278,7 @@ class SymbolicRegressor(FormulaRegressor):
         operators: Sequence[str] = OPERATORS_OF_SCIENCE,
         loss: str | LossFunction = "mse",
         model_selection: str = "prediction",
-        population: int = 500,
+        population: int | None = None,
         generations: int = 200,
         max_size: int | None = None,
         complexity_of_operators: Mapping[str, int] | None = None,
@@ -524,6 +526,13 @@ class SymbolicRegressor(FormulaRegressor):
         monotonic = (self.constraints or {}).get("monotonic", {})
         known = None if self.units is None else dimensions(self.units, names, count)
         given = known is not None and self.target_unit is not None
+        units = None
+        if self.units is not None:
+            units = Units(
+                exponents_of(self.units, names, count),
+                exponents(self.target_unit, "target_unit") if given else None,
+                self.dimensionless_constants,
+            )
         return FormulaRules(
             form=form,
             operators=tuple(dict.fromkeys([*operator_names(self.operators), *own])),
@@ -536,6 +545,11 @@ class SymbolicRegressor(FormulaRegressor):
             dimensions=known,
             target=dimension(self.target_unit, "target_unit") if given else None,
             dimensionless=self.dimensionless_constants,
+            complexities={
+                operator_name(name): int(size)
+                for name, size in (self.complexity_of_operators or {}).items()
+            },
+            units=units,
         )
 
     def _constants(self, output: int) -> GroupTable:
@@ -589,7 +603,7 @@ class SymbolicRegressor(FormulaRegressor):
             whole = isinstance(value, int | np.integer) and least <= value <= most
             if not whole and (value is not None or name not in _OPTIONAL):
                 raise _bad_setting(name, value, f"a whole number from {least} to {most}")
-        if self.population * self.size_limit > _MOST_TOKENS:
+        if (self.population or 0) * self.size_limit > _MOST_TOKENS:
             raise _bad_setting(
                 "population", self.population, f"at most {_MOST_TOKENS // self.size_limit} formulas"
                 f" of max_size={self.size_limit}"
@@ -887,6 +901,8 @@ class SymbolicRegressor(FormulaRegressor):
         with client.upload(X, np.ones(3), dtype="float64") as data:
             client.evaluate(data, ["x1"], loss="mse", linear_scaling=True)
             client.optimize(data, ["p1*x1"], [[1.0]])
+        with client.upload(X, X[:, 0] ** 2, dtype="float64") as data:
+            client.search(data, generations=1, population=2)
 
     def _template(self) -> Template | None:
         if self.template is None:

@@ -32,8 +32,8 @@ from warpfit.losses import (
     as_loss,
 )
 from warpfit.ops import CONSTANT, VARIABLE
-from warpfit.sklearn.client_search import Found, SearchTask, search
 from warpfit.sklearn.constraints import FormulaRules, Violations, operator_names, violations
+from warpfit.sklearn.engine_search import search
 from warpfit.sklearn.equations import (
     SELECTIONS,
     Equation,
@@ -45,6 +45,7 @@ from warpfit.sklearn.forms import Form, Shortening, seconds_until
 from warpfit.sklearn.genomes import Floats, Genomes, Indices, macros_of, recoded
 from warpfit.sklearn.groups import balanced, freed
 from warpfit.sklearn.search import INTERRUPTIONS, reason_of
+from warpfit.sklearn.search_task import Found, SearchTask
 from warpfit.sklearn.selection import FEWEST_DIVIDED, Selection
 from warpfit.sklearn.templates import TemplateForm
 
@@ -246,6 +247,9 @@ class TargetSearch:
     sample: Indices = field(init=False)
     """Rows on which the search compares formulas."""
     generation: int = 0
+    tried: int = 0
+    """Formulas that were scored, and different structures among them."""
+    distinct: int = 0
     reason: str = ""
     """Why the search ended, as `SymbolicRegressor.reason_`."""
     undone: list[str] = field(default_factory=list)
@@ -362,6 +366,7 @@ class TargetSearch:
             task = self._task(compared, progress, start, ends_by_loss)
             found = search(stack, task)
             self.generation += found.generation
+            self.tried, self.distinct = self.tried + found.tried, self.distinct + found.distinct
             self.reason = found.reason
             if self.reason != "tolerance":
                 return found
