@@ -1,7 +1,8 @@
 """The search of an estimator: the engine's, as far as that does what is asked for.
 
-The engine searches for plain formulas a + b f. Templates, groups, constraints of monotonicity and
-functions of `warpfit.define` are searched by the client (`client_search`).
+The engine searches for plain formulas a + b f by least squares. Templates, groups, constraints of
+monotonicity, functions of `warpfit.define` and losses that are no squares, which need weights that
+follow the best formula, are searched by the client (`client_search`).
 """
 
 from __future__ import annotations

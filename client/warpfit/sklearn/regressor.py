@@ -89,10 +89,10 @@ _FEWEST_DRAWN: Final = 10_000
 
 
 class SymbolicRegressor(FormulaRegressor):
-    """Symbolic regression: genetic programming over structure, constants fitted by a server.
+    """Symbolic regression by the search of a server's engine, on a GPU as well as on a CPU.
 
-    The whole of a generation is scored by one call and its constants are fitted by another, so the
-    time goes into the engine, on a GPU as well as here. Targets and features are float64.
+    The engine searches for plain formulas a + b f by least squares. What it does not search for is
+    searched by the client, and scored and fitted by the server. Targets and features are float64.
 
     Parameters
     ----------
@@ -136,10 +136,13 @@ class SymbolicRegressor(FormulaRegressor):
         Equations with variables that have no value on one of the rows held out or, if squares
         are minimised, an R^2 below 0 there, are chosen by none of them if there are others; a
         `SearchWarning` says so.
-    population : int
-        Formulas that survive a generation; twice as many are new in each.
+    population : int, optional
+        Formulas of all islands together, each of which has a child in a generation; None for as
+        many as suit the engine. The client's own search, which templates, groups, monotonic
+        constraints, functions of `warpfit.define` and losses that are no squares take, has 500 by
+        default: so many survive a generation, and twice as many are new.
     generations : int
-        Most generations.
+        Most generations. With 0 the engine pairs short formulas and breeds once.
     max_size : int, optional
         Greatest complexity of a formula as it is shown, slope and intercept included; by default 29
         and, of the linear regression of all variables, any. One that is given holds for this, too.
@@ -201,7 +204,8 @@ class SymbolicRegressor(FormulaRegressor):
         before the first generation, ``n_iter_`` is 0, and the formulas are the best pairs and sums
         of short ones, or linear regression and the constant.
     early_stopping : int, optional
-        The search ends after so many generations without a loss lower by a tenth.
+        The search ends after so many generations without a better formula: one whose loss is
+        lower by a thousandth, or by a tenth in the client's own search.
     guesses : sequence of str or Program
         Formulas that the search begins with, beside those that are drawn: texts over the columns'
         names, or x1, x2, ..., whose numbers are starts of a fit. They may have operators that are
@@ -225,8 +229,9 @@ class SymbolicRegressor(FormulaRegressor):
         File to which the formulas are saved from time to time, and from which ``fit`` goes on if it
         exists.
     callback : callable, optional
-        Called after each generation with the estimator, the generation's number and the equations
-        so far; the search ends if it returns True.
+        Called about once a second, and at the end, with the estimator, the number of generations
+        and the equations so far; the search ends if it returns True. The client's own search calls
+        it after each generation.
     verbose : bool
         Show lines of progress: what is done before the first generation, and the best formula.
     random_state : int, RandomState instance or None
@@ -902,7 +907,7 @@ class SymbolicRegressor(FormulaRegressor):
             client.evaluate(data, ["x1"], loss="mse", linear_scaling=True)
             client.optimize(data, ["p1*x1"], [[1.0]])
         with client.upload(X, X[:, 0] ** 2, dtype="float64") as data:
-            client.search(data, generations=1, population=2)
+            client.search(data, generations=1, population=2, pairs=False)
 
     def _template(self) -> Template | None:
         if self.template is None:

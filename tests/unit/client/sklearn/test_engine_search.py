@@ -1,0 +1,137 @@
+"""What an estimator asks the engine's search for, and what it leaves to the client's search."""
+
+import math
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import warpfit
+from warpfit.calls.search import SearchResult
+from warpfit.errors import UnavailableError
+from warpfit.ir import Batch
+from warpfit.losses import Loss
+from warpfit.searching import Front, SearchProgress, SearchReason
+
+pytest.importorskip("sklearn", minversion="1.6")
+
+from warpfit.sklearn import SymbolicRegressor, engine_search
+from warpfit.sklearn.estimator import TrainingData
+from warpfit.sklearn.forms import Form
+from warpfit.sklearn.genomes import Genomes
+from warpfit.sklearn.search_task import SearchTask
+
+ROWS = np.random.default_rng(0).uniform(1.0, 2.0, (20, 2))
+TRAINING = TrainingData(ROWS, ROWS[:, 0], np.ones(20))
+
+
+def result(*texts, reason=SearchReason.GENERATIONS, losses=(1.5, 0.75)):
+    programs, starts = zip(*(warpfit.parse(text).lift_constants() for text in texts), strict=True)
+    sizes = np.array([len(program) for program in programs])
+    front = Front(Batch.of(programs, starts), sizes, np.array(losses[: len(texts)]))
+    return SearchResult.of(SearchProgress(front, 1.0, 7, 900, 800, reason=reason))
+
+
+@pytest.fixture
+def task():
+    """Make tasks whose client answers a search with a result, or raises an error."""
+
+    def make(answer=None, loss=Loss.MSE, seen=(), **settings):
+        options = SymbolicRegressor(**settings)
+        asked = {}
+
+        def search(data, progress, **keywords):
+            asked.update(keywords)
+            for each in seen:
+                progress(each)
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+        made = SearchTask(
+            client=SimpleNamespace(search=search),
+            training=TRAINING,
+            seen=np.arange(20),
+            sample=np.arange(12),
+            compared="rows",
+            rng=np.random.default_rng(0),
+            form=Form(),
+            rules=options.rules(Form(), TRAINING, (), ()),
+            operators=("add", "sin"),
+            start=Genomes.of([warpfit.parse("x1 + 3.5"), warpfit.parse("2")]),
+            loss=loss,
+            floor=0.5,
+            stop_loss=0.25,
+            amount=12.0,
+            penalty=1.0,
+            violations=None,
+            population=options.population,
+            generations=options.generations,
+            fit_iterations=15,
+            early_stopping=None,
+            ends=math.inf,
+            report=lambda found: False,
+            phase=lambda text: None,
+        )
+        return made, asked
+
+    return make
+
+
+def test_the_engine_is_asked_for_what_the_estimator_was_told(task):
+    constraints = {"depth": 4, "count": {"/": 1}, "nesting": {"sin": {"+": 0}}}
+    units = {"units": ["m", "s"], "target_unit": "m/s", "dimensionless_constants": True}
+    settings = {"complexity_of_operators": {"*": 3}, "max_size": 9, "generations": 11}
+    made, asked = task(result("x1"), constraints=constraints, **units, **settings)
+    found = engine_search.search(ExitStack(), made)
+    assert (asked["max_depth"], asked["max_size"], asked["generations"]) == (4, 9, 11)
+    assert (asked["counts"], asked["nesting"]) == ({"div": 1}, {"sin": {"add": 0}})
+    assert (asked["complexities"], asked["screening_rows"]) == ({"mul": 3}, 12)
+    assert asked["target_loss"] == 0.75  # the least possible loss is 0.5
+    assert (asked["target_unit"]["m"], asked["target_unit"]["s"]) == (1.0, -1.0)
+    assert asked["units"][1]["s"] == 1.0
+    assert len(asked["guesses"]) == 1 and asked["guesses"].parameters.tolist() == [3.5]
+    assert (found.reason, found.generation) == ("generations", 7)
+    assert (found.tried, found.distinct) == (900, 800)
+
+
+def test_a_front_is_written_without_numbers_that_change_nothing(task):
+    made, _ = task(result("sin(x1)*1 + 0", "sin(x2)*1 + 3"))
+    front = engine_search.search(ExitStack(), made).front()
+    assert [*map(str, front.programs)] == ["sin(x1)", "sin(x2) + 3"]
+    assert front.losses.tolist() == [1.0, 0.25]
+    made, _ = task(result("sin(x1*2)*4 + 3"))
+    found = engine_search.search(ExitStack(), made)
+    assert [*map(str, found.front().programs)] == ["sin(x1*2)*4 + 3"]
+    assert str(found.formulas().program(0)) == "sin(x1*2)"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(KeyboardInterrupt(), "interrupt"), (UnavailableError("nobody is there"), "server")],
+)
+def test_what_was_reported_is_kept(task, error, reason):
+    made, _ = task(error, seen=[result("sin(x1)", "x2", reason=None)])
+    found = engine_search.search(ExitStack(), made)
+    assert (found.reason, len(found.front().programs)) == (reason, 2)
+    assert len(found.promising().programs) == 2
+    made, _ = task(error)
+    with pytest.raises(type(error)):
+        engine_search.search(ExitStack(), made)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"constraints": {"monotonic": {"x1": "increasing"}}},
+        {"operators": ["mul", "sinc"]},
+        {"constraints": {"count": {"sinc": 1}}},
+        {"loss": Loss.MAE},
+    ],
+)
+def test_the_client_searches_for_what_the_engine_does_not(task, monkeypatch, settings):
+    monkeypatch.setattr("warpfit.sklearn.client_search.search", lambda stack, given: "the client")
+    made, asked = task(result("x1"), **settings)
+    assert engine_search.search(ExitStack(), made) == "the client"
+    assert not asked
