@@ -8,6 +8,7 @@ follow the best formula, are searched by the client (`client_search`).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -17,9 +18,9 @@ import numpy as np
 from warpfit.calls.search import SearchOptions, SearchResult, unscaled
 from warpfit.errors import UnavailableError
 from warpfit.formulas.units import BASES
-from warpfit.ir import Batch, Program
+from warpfit.ir import Batch, Program, subtree_starts
 from warpfit.losses import as_function
-from warpfit.ops import BY_CODE, CONSTANT, FIRST_OPERATOR, OPERATORS
+from warpfit.ops import ARITIES, BY_CODE, CONSTANT, FIRST_OPERATOR, OPERATORS
 from warpfit.searching import SearchReason
 from warpfit.sklearn import client_search
 from warpfit.sklearn.constraints import operator_name
@@ -215,7 +216,10 @@ class EngineFound:
         return Candidates(chosen, np.array([self.known[each][0] for each in chosen]))
 
     def formulas(self) -> Genomes:
-        """Return formulas with their constants, from which a search can go on, best first."""
+        """Return formulas with their constants, from which a search can go on, best first.
+
+        They are those of the front and, behind them, their parts.
+        """
         result = self.result
         if result is None:
             return Genomes.of([])
@@ -225,7 +229,8 @@ class EngineFound:
             inner = unscaled(program)
             if inner.variables:
                 found[inner.bind(numbers[: inner.parameters])] = None
-        return Genomes.of([*found])
+        parts = (part for program in [*found] for part in _parts(program) if part.variables)
+        return Genomes.of([*dict.fromkeys([*found, *parts])])
 
     def _excess(self, loss: float) -> float:
         return max(loss - self.task.floor, 0.0)
@@ -233,6 +238,14 @@ class EngineFound:
     @property
     def _spread(self) -> float:
         return float(np.std(self.task.training.target))
+
+
+def _parts(program: Program) -> Iterator[Program]:
+    """Return the operands of all operators, larger ones first."""
+    starts = subtree_starts(np.maximum(ARITIES[program.codes].astype(np.int64), 0))
+    for end in range(len(program) - 1)[::-1]:
+        part = slice(int(starts[end]), end + 1)
+        yield Program(program.codes[part], program.values[part])
 
 
 def _shortest(program: Program, spread: float) -> Program:

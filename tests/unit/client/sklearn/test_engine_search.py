@@ -103,8 +103,10 @@ def test_a_front_is_written_without_numbers_that_change_nothing(task):
     assert front.losses.tolist() == [1.0, 0.25]
     made, _ = task(result("sin(x1*2)*4 + 3"))
     found = engine_search.search(ExitStack(), made)
-    assert [*map(str, found.front().programs)] == ["sin(x1*2)*4 + 3"]
-    assert str(found.formulas().program(0)) == "sin(x1*2)"
+    assert [*map(str, found.front().programs)] == ["sin(x1 * 2) * 4 + 3"]
+    formulas = found.formulas()
+    written = [str(formulas.program(row)) for row in range(len(formulas))]
+    assert written == ["sin(x1 * 2)", "x1 * 2", "x1"]
 
 
 @pytest.mark.parametrize(
