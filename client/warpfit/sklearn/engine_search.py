@@ -71,7 +71,9 @@ def search(stack: ExitStack, task: SearchTask) -> Found:
         return task.report(found)
 
     try:
-        found.add(task.client.search(task.compared, **_options(task), progress=progress))
+        options = _options(task)
+        options["progress"] = progress
+        found.add(task.client.search(task.compared, **options))
     except (KeyboardInterrupt, UnavailableError) as error:
         if found.result is None:
             raise
