@@ -534,7 +534,7 @@ def test_what_was_found_is_kept(search, monkeypatch, tmp_path, capsys, how):
     table = np.column_stack([X, y[:, 0]])
     np.savetxt(tmp_path / "t.csv", table, delimiter=",", header="a,b,c,y", comments="")
     words = ["search", str(tmp_path / "t.csv"), "--target", "y", "--json", str(tmp_path / "t.json")]
-    words += ["--address", model.address, "--operators", "+", "*", "--loss", "mae"]
+    words += ["--address", model.address, "--operators", "+", "*", "--template", "f(a, b) + c"]
     assert main(words) == {"interrupt": 130, "terminate": 143, "server": 2}[how]
     document = json.loads((tmp_path / "t.json").read_text())
     assert document["reason"] == how
@@ -568,7 +568,8 @@ def test_an_interrupt_of_the_first_population_keeps_the_library(search, monkeypa
     X = points(50)
     X[0, 0] = 0.0  # so that formulas of the library are not finite
     with pytest.warns(SearchWarning, match="generation 0"):
-        model = search(operators=["add", "div", "log"], loss="mae").fit(X, law(X))
+        signs = {"monotonic": {"x1": "increasing"}}
+        model = search(operators=["add", "div", "log"], constraints=signs).fit(X, law(X))
     assert model.reason_ == "interrupt" and len(model.front_) > 1
 
 
@@ -591,18 +592,17 @@ def test_what_the_engine_had_found_is_kept(search, monkeypatch, error, reason):
     assert {equation.program for equation in model.front_} & {*found}
 
 
-@pytest.mark.parametrize(
-    ("searched", "loss"), [((Search, "_scored"), "mae"), ((warpfit.Client, "search"), "mse")]
-)
-def test_an_interrupt_before_anything_is_found_is_raised(search, monkeypatch, searched, loss):
+@pytest.mark.parametrize("is_engine", [True, False])
+def test_an_interrupt_before_anything_is_found_is_raised(search, monkeypatch, is_engine):
     def end(*_, **options):
-        if "seed" in options or loss == "mae":  # not that which shows that a server is ready
+        if "seed" in options or not is_engine:  # the other one shows that a server is ready
             raise KeyboardInterrupt
-        return None
 
-    monkeypatch.setattr(*searched, end)
+    own, name = (warpfit.Client, "search") if is_engine else (Search, "_scored")
+    monkeypatch.setattr(own, name, end)
     with pytest.raises(KeyboardInterrupt):
-        search(loss=loss).fit(points(50), law(points(50)))
+        settings = {} if is_engine else {"constraints": {"monotonic": {"x1": "increasing"}}}
+        search(**settings).fit(points(50), law(points(50)))
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_warning(search, tmp_path, monkeypatch):

@@ -1,8 +1,9 @@
 """The search of an estimator: the engine's, as far as that does what is asked for.
 
-The engine searches for plain formulas a + b f by least squares. Templates, groups, constraints of
-monotonicity, functions of `warpfit.define` and losses that are no squares, which need weights that
-follow the best formula, are searched by the client (`client_search`).
+The engine searches for plain formulas a + b f by least squares. For other losses it does so in
+rounds, whose rows are weighted around the best formula so far (`likelihood.proposal_weights`), and
+what a round finds is fitted by the loss itself. Templates, groups, constraints of monotonicity and
+functions of `warpfit.define` are searched by the client (`client_search`).
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from warpfit.calls.search import SearchOptions, SearchResult, unscaled
-from warpfit.errors import UnavailableError
+from warpfit.errors import DeadlineExceededError, UnavailableError
+from warpfit.expressions import reference
 from warpfit.formulas.units import BASES
 from warpfit.ir import Batch, Program, subtree_starts
-from warpfit.losses import as_function
+from warpfit.losses import Loss, TargetStatistics, as_function, close_losses
 from warpfit.ops import ARITIES, BY_CODE, CONSTANT, FIRST_OPERATOR, OPERATORS
 from warpfit.searching import SearchReason
 from warpfit.sklearn import client_search
 from warpfit.sklearn.constraints import operator_name
 from warpfit.sklearn.forms import Form, seconds_until
-from warpfit.sklearn.genomes import Floats, Genomes
+from warpfit.sklearn.genomes import Floats, Genomes, joined
+from warpfit.sklearn.likelihood import proposal_weights
 from warpfit.sklearn.search import reason_of
 from warpfit.sklearn.search_task import NO_INTERCEPT, Candidates, Found, SearchTask
 
@@ -38,6 +41,8 @@ _MOST_GUESSES: Final = 2_000
 #: Formulas that are returned beside those of the front.
 _PROMISING: Final = 40
 _MUL, _ADD = OPERATORS["mul"].code, OPERATORS["add"].code
+#: Rounds of a search by another loss than squares.
+_ROUNDS: Final = 4
 _REASONS: Final = {
     SearchReason.TIME: "max_seconds",
     SearchReason.GENERATIONS: "generations",
@@ -46,6 +51,8 @@ _REASONS: Final = {
     SearchReason.IDLE: "early_stopping",
     SearchReason.CANCELLED: "callback",
 }
+#: Reasons for which a round is the last one.
+_ENDS: Final = ("tolerance", "callback")
 
 
 def search(stack: ExitStack, task: SearchTask) -> Found:
@@ -65,20 +72,46 @@ def search(stack: ExitStack, task: SearchTask) -> Found:
         return client_search.search(stack, task)
     task.phase("library of short formulas, their pairs, and generations in the engine")
     found = EngineFound(task)
-
-    def progress(result: SearchResult) -> bool:
-        found.add(result)
-        return task.report(found)
-
     try:
-        options = _options(task)
-        options["progress"] = progress
-        found.add(task.client.search(task.compared, **options))
+        _run_rounds(stack, task, found)
     except (KeyboardInterrupt, UnavailableError) as error:
-        if found.result is None:
+        if not found.known:
             raise
         found.interruption = reason_of(error)
+    except DeadlineExceededError:
+        if not found.known:
+            raise
+        found.interruption = "max_seconds"
     return found
+
+
+def _run_rounds(stack: ExitStack, task: SearchTask, found: EngineFound) -> None:
+    """Search by squares in one round, by another loss in several."""
+    function, number = as_function(task.loss), 0
+    rounds = 1 if function.is_squares else max(1, min(_ROUNDS, task.generations))
+    X, y, weights = (part[task.sample] for part in task.training[:3])
+    while number < rounds and found.reason not in _ENDS:
+        fresh = proposal_weights(function, found.predictions(), y, weights)
+        is_weighted, data = fresh is not weights, task.compared
+        if is_weighted:
+            data = stack.enter_context(task.client.upload(X, y, fresh, dtype="float64"))
+        else:  # the engine compares formulas by the loss
+            rounds = number + 1
+        options = _options(task, found, rounds - number)
+        if is_weighted:
+            options["loss"], options["target_loss"] = Loss.MSE, None
+
+        def progress(result: SearchResult, number: int = number, own: bool = is_weighted) -> bool:
+            found.add(result, number, is_weighted=own)
+            return task.report(found)
+
+        options["progress"] = progress
+        found.add(task.client.search(data, **options), number, is_weighted=is_weighted)
+        if is_weighted:
+            found.fit()
+            if found.least <= task.stop_loss:
+                found.interruption = "tolerance"
+        number += 1
 
 
 def _is_for_engine(task: SearchTask) -> bool:
@@ -86,7 +119,7 @@ def _is_for_engine(task: SearchTask) -> bool:
     rules, constraints = task.rules, task.rules.constraints
     names = {*rules.operators, *rules.complexities, *map(operator_name, _named(constraints))}
     is_plain = type(task.form) is Form and task.training.groups is None and not rules.signs
-    return is_plain and names <= OPERATORS.keys() and as_function(task.loss).is_squares
+    return is_plain and names <= OPERATORS.keys()
 
 
 def _named(constraints: Any) -> set[str]:
@@ -95,15 +128,15 @@ def _named(constraints: Any) -> set[str]:
     return {*constraints.get("count", {}), *nesting, *inner}
 
 
-def _options(task: SearchTask) -> SearchOptions:
-    """Return the keywords of the engine's search."""
+def _options(task: SearchTask, found: EngineFound, rounds: int) -> SearchOptions:
+    """Return the keywords of the engine's search, with a part of what is left for some rounds."""
     rules, constraints = task.rules, task.rules.constraints
     left = seconds_until(task.ends)
     options = SearchOptions(
         # One generation is the least that the engine does.
-        generations=max(1, task.generations),
+        generations=max(1, (task.generations - found.generation) // rounds),
         idle_generations=task.early_stopping,
-        seconds=None if left is None else _SHARE * left,
+        seconds=None if left is None else _SHARE * left / rounds,
         timeout=left,
         operators=task.operators,
         max_size=min(rules.most_searched, _MOST_SIZE),
@@ -115,7 +148,7 @@ def _options(task: SearchTask) -> SearchOptions:
             for outer, inside in constraints.get("nesting", {}).items()
         },
         loss=task.loss,
-        guesses=_guesses(task),
+        guesses=_guesses(joined([found.formulas(), task.start])),
         population=task.population,
         fit_iterations=task.fit_iterations,
         screening_rows=len(task.sample),
@@ -137,11 +170,11 @@ def _written(exponents: Floats) -> dict[str, float]:
     return dict(zip(BASES, exponents.tolist(), strict=True))
 
 
-def _guesses(task: SearchTask) -> Batch | None:
+def _guesses(start: Genomes) -> Batch | None:
     """Return the formulas to begin with, their constants as starts of parameters."""
     programs, starts = [], []
-    for row in range(min(len(task.start), _MOST_GUESSES)):
-        program = task.start.program(row)
+    for row in range(min(len(start), _MOST_GUESSES)):
+        program = start.program(row)
         known = all(code in BY_CODE for code in program.codes if code >= FIRST_OPERATOR)
         if program.variables and known:
             lifted, constants = program.lift_constants()
@@ -150,96 +183,148 @@ def _guesses(task: SearchTask) -> Batch | None:
     return Batch.of(programs, starts) if programs else None
 
 
+class _Known(NamedTuple):
+    """A formula that a search has found, with its numbers."""
+
+    whole: Program
+    """a + b f, without an a or b that changes nothing."""
+    inner: Program
+    """The formula f."""
+    size: int
+    loss: float
+    """Loss on the sample above the least possible."""
+
+
 @dataclass(slots=True)
 class EngineFound:
     """What the engine's search has found; see `warpfit.sklearn.search_task.Found`."""
 
     task: SearchTask
-    result: SearchResult | None = None
-    """The last one."""
+    rounds: list[SearchResult] = field(default_factory=list)
+    """The last result of each round."""
     interruption: str = ""
-    """What has interrupted the search."""
-    known: dict[Program, tuple[float, int]] = field(default_factory=dict)
-    """Loss and size of all formulas that were in a front."""
+    """What has ended the search, if it was not the engine."""
+    known: dict[Program, _Known] = field(default_factory=dict)
+    """All formulas that were in a front, by the whole formula."""
 
-    def add(self, result: SearchResult) -> None:
-        """Take in the front of a search, which is at least as good as those before."""
-        self.result = result
+    def add(self, result: SearchResult, number: int, *, is_weighted: bool) -> None:
+        """Take in the front of a round, by its number from 0.
+
+        Losses on weighted rows are not those that were asked for, which are then computed here.
+        """
+        self.rounds[number:] = [result]
         for row in range(len(result)):
-            program = _shortest(result.formula(row), self._spread)
-            self.known[program] = self._excess(float(result.losses[row])), int(result.sizes[row])
+            numbers = result.batch.program_parameters(row)[0]
+            loss = None if is_weighted else float(result.losses[row])
+            self._know(result.batch.program(row), numbers, int(result.sizes[row]), loss)
+
+    def fit(self) -> None:
+        """Fit the front of the last round by the loss that was asked for."""
+        last, left = self.rounds[-1], seconds_until(self.task.ends)
+        programs = [last.batch.program(row) for row in range(len(last))]
+        fit = self.task.client.optimize(
+            self.task.compared,
+            programs,
+            [last.batch.program_parameters(row)[0] for row in range(len(last))],
+            loss=self.task.loss,
+            max_iterations=self.task.fit_iterations,
+            timeout=left,
+            partial=left is not None,
+        )
+        for row, (numbers, loss) in enumerate(zip(fit.parameters, fit.loss, strict=True)):
+            self._know(programs[row], numbers, int(last.sizes[row]), float(loss))
+
+    def _know(self, program: Program, numbers: Floats, size: int, loss: float | None) -> None:
+        """Keep a whole formula, by its loss or, where that is not known, by that of the sample."""
+        inner = unscaled(program)
+        whole = _shortest(program.bind(numbers), float(np.std(self.task.training.target)))
+        loss = self._loss(whole) if loss is None else loss
+        excess = max(loss - self.task.floor, 0.0) if not math.isnan(loss) else math.inf
+        # Parameters of the inner formula are the first ones.
+        self.known[whole] = _Known(whole, inner.bind(numbers[: inner.parameters]), size, excess)
+
+    def _loss(self, program: Program) -> float:
+        """Return the loss of a formula on the sample, without the server."""
+        function = as_function(self.task.loss)
+        X, y, weights = (part[self.task.sample] for part in self.task.training[:3])
+        with np.errstate(all="ignore"):
+            values = np.broadcast_to(reference.evaluate_program(program, X.T), y.shape)
+            rows = reference.evaluate_program(function.row, np.stack([values, y, weights]))
+            total = np.array((rows if function.mentions_weight else rows * weights).sum())
+            return float(close_losses(function.closing, total, TargetStatistics(y, weights)))
+
+    def predictions(self) -> Floats:
+        """Return predictions of the best formula for the sample, or the target's median."""
+        target = self.task.training.target[self.task.sample]
+        if not self.known:
+            return np.full(len(target), np.median(target))
+        best = min(self.known.values(), key=lambda known: known.loss).whole
+        with np.errstate(all="ignore"):
+            values = reference.evaluate_program(best, self.task.training.rows[self.task.sample].T)
+        return np.broadcast_to(values, target.shape)
+
+    @property
+    def least(self) -> float:
+        """Least loss above the least possible."""
+        return min((known.loss for known in self.known.values()), default=math.inf)
 
     @property
     def generation(self) -> int:
         """Generations until now."""
-        ran = 0 if self.result is None else self.result.generations
-        return min(ran, self.task.generations)
+        return min(sum(each.generations for each in self.rounds), self.task.generations)
 
     @property
     def tried(self) -> int:
         """Formulas that were scored."""
-        return 0 if self.result is None else self.result.tried
+        return sum(each.tried for each in self.rounds)
 
     @property
     def distinct(self) -> int:
-        """Different structures among them, constants not counted."""
-        return 0 if self.result is None else self.result.distinct
+        """Different structures among them in each round, constants not counted."""
+        return sum(each.distinct for each in self.rounds)
 
     @property
     def reason(self) -> str:
         """Why the search has ended, as `SymbolicRegressor.reason_`."""
-        reason = None if self.result is None else self.result.reason
+        reason = self.rounds[-1].reason if self.rounds else None
         return self.interruption or ("server" if reason is None else _REASONS[reason])
 
     def front(self) -> Candidates:
         """Return the formulas that nothing dominates, simplest first."""
-        result = self.result
-        if result is None:
-            return Candidates([], np.empty(0))
-        rows = range(len(result))
-        programs = [_shortest(result.formula(row), self._spread) for row in rows]
-        return Candidates(programs, np.array([*map(self._excess, result.losses.tolist())]))
+        front = self._front()
+        return Candidates([each.whole for each in front], np.array([each.loss for each in front]))
 
     def promising(self) -> Candidates:
         """Return the formulas that are worth a fit to all rows, the most likely first.
 
         They are the front, and those of fronts before it that are the most likely.
         """
-        front, rows = {*self.front().programs}, max(self.task.amount, 2.0)
+        front, rows = {each.whole for each in self._front()}, max(self.task.amount, 2.0)
 
-        def length(program: Program) -> float:
-            loss, size = self.known[program]
-            numbers = int(np.count_nonzero(program.codes == CONSTANT))
-            information = rows * math.log(loss) if loss > 0.0 else -math.inf
-            return information + (size + numbers) * math.log(rows)
+        def length(known: _Known) -> float:
+            numbers = int(np.count_nonzero(known.whole.codes == CONSTANT))
+            information = rows * math.log(known.loss) if known.loss > 0.0 else -math.inf
+            return information + (known.size + numbers) * math.log(rows)
 
-        ordered = sorted(self.known, key=length)
-        chosen = [each for place, each in enumerate(ordered) if place < _PROMISING or each in front]
-        return Candidates(chosen, np.array([self.known[each][0] for each in chosen]))
+        ordered = enumerate(sorted(self.known.values(), key=length))
+        chosen = [each for place, each in ordered if place < _PROMISING or each.whole in front]
+        return Candidates([each.whole for each in chosen], np.array([each.loss for each in chosen]))
 
     def formulas(self) -> Genomes:
         """Return formulas with their constants, from which a search can go on, best first.
 
         They are those of the front and, behind them, their parts.
         """
-        result = self.result
-        if result is None:
-            return Genomes.of([])
-        found: dict[Program, None] = {}
-        for row in range(len(result))[::-1]:
-            program, numbers = result.batch.program(row), result.batch.program_parameters(row)[0]
-            inner = unscaled(program)
-            if inner.variables:
-                found[inner.bind(numbers[: inner.parameters])] = None
-        parts = (part for program in [*found] for part in _parts(program) if part.variables)
+        found = [known.inner for known in self._front()[::-1] if known.inner.variables]
+        parts = (part for program in found for part in _parts(program) if part.variables)
         return Genomes.of([*dict.fromkeys([*found, *parts])])
 
-    def _excess(self, loss: float) -> float:
-        return max(loss - self.task.floor, 0.0)
-
-    @property
-    def _spread(self) -> float:
-        return float(np.std(self.task.training.target))
+    def _front(self) -> list[_Known]:
+        front: list[_Known] = []
+        for known in sorted(self.known.values(), key=lambda known: (known.size, known.loss)):
+            if not front or known.loss < front[-1].loss:
+                front.append(known)
+        return front
 
 
 def _parts(program: Program) -> Iterator[Program]:

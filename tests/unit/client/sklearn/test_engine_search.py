@@ -1,7 +1,8 @@
 """What an estimator asks the engine's search for, and what it leaves to the client's search."""
 
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,7 +29,7 @@ TRAINING = TrainingData(ROWS, ROWS[:, 0], np.ones(20))
 
 def result(*texts, reason=SearchReason.GENERATIONS, losses=(1.5, 0.75)):
     programs, starts = zip(*(warpfit.parse(text).lift_constants() for text in texts), strict=True)
-    sizes = np.array([len(program) for program in programs])
+    sizes = np.arange(1, len(texts) + 1)
     front = Front(Batch.of(programs, starts), sizes, np.array(losses[: len(texts)]))
     return SearchResult.of(SearchProgress(front, 1.0, 7, 900, 800, reason=reason))
 
@@ -42,15 +43,22 @@ def task():
         asked = {}
 
         def search(data, progress, **keywords):
-            asked.update(keywords)
+            asked.update(keywords, rows=data)
             for each in seen:
                 progress(each)
             if isinstance(answer, BaseException):
                 raise answer
             return answer
 
+        def upload(X, y, weights, **keywords):
+            asked.setdefault("weights", []).append(weights)
+            return nullcontext("weighted rows")
+
+        def optimize(data, programs, starts, **keywords):
+            return SimpleNamespace(parameters=starts, loss=np.full(len(programs), 0.625))
+
         made = SearchTask(
-            client=SimpleNamespace(search=search),
+            client=SimpleNamespace(search=search, upload=upload, optimize=optimize),
             training=TRAINING,
             seen=np.arange(20),
             sample=np.arange(12),
@@ -129,7 +137,6 @@ def test_what_was_reported_is_kept(task, error, reason):
         {"constraints": {"monotonic": {"x1": "increasing"}}},
         {"operators": ["mul", "sinc"]},
         {"constraints": {"count": {"sinc": 1}}},
-        {"loss": Loss.MAE},
     ],
 )
 def test_the_client_searches_for_what_the_engine_does_not(task, monkeypatch, settings):
@@ -137,3 +144,29 @@ def test_the_client_searches_for_what_the_engine_does_not(task, monkeypatch, set
     made, asked = task(result("x1"), **settings)
     assert engine_search.search(ExitStack(), made) == "the client"
     assert not asked
+
+
+def test_rows_are_weighted_around_the_best_formula_for_another_loss(task):
+    made, asked = task(result("x1 + 3"), loss=Loss.MAE, seen=[result("x2")], generations=29)
+    made = replace(made, floor=0.0, stop_loss=0.01)
+    found = engine_search.search(ExitStack(), made)
+    assert (asked["rows"], asked["loss"], asked["target_loss"]) == ("weighted rows", Loss.MSE, None)
+    middle, *others = asked["weights"]
+    errors = np.abs(ROWS[:12, 0] - np.median(ROWS[:12, 0]))
+    np.testing.assert_allclose(
+        middle * np.maximum(errors, 0.1 * np.median(errors)) ** 2,
+        middle[0] * errors[0] ** 2,
+        rtol=1e-6,
+    )
+    assert len(others) == 3 and not np.allclose(others[0], middle)
+    assert (found.generation, found.tried) == (28, 3600)
+    by_text = dict(zip(map(str, found.promising().programs), found.promising().losses, strict=True))
+    assert by_text["x1 + 3"] == 0.625  # by the fit
+    assert by_text["x2"] == pytest.approx(np.abs(ROWS[:12, 1] - ROWS[:12, 0]).mean())
+
+
+def test_a_loss_whose_least_value_is_elsewhere_is_left_to_the_engine(task):
+    loss = warpfit.losses.poisson(log=True)
+    made, asked = task(result("x1"), loss=loss)
+    engine_search.search(ExitStack(), made)
+    assert (asked["rows"], asked["loss"]) == ("rows", loss)
