@@ -91,8 +91,9 @@ _FEWEST_DRAWN: Final = 10_000
 class SymbolicRegressor(FormulaRegressor):
     """Symbolic regression by the search of a server's engine, on a GPU as well as on a CPU.
 
-    The engine searches for plain formulas a + b f by least squares. What it does not search for is
-    searched by the client, and scored and fitted by the server. Targets and features are float64.
+    The engine searches for plain formulas a + b f, by other losses than squares in rounds of rows
+    that are weighted around the best formula so far. What it does not search for is searched by the
+    client, and scored and fitted by the server. Targets and features are float64.
 
     Parameters
     ----------
@@ -139,8 +140,8 @@ class SymbolicRegressor(FormulaRegressor):
     population : int, optional
         Formulas of all islands together, each of which has a child in a generation; None for as
         many as suit the engine. The client's own search, which templates, groups, monotonic
-        constraints, functions of `warpfit.define` and losses that are no squares take, has 500 by
-        default: so many survive a generation, and twice as many are new.
+        constraints and functions of `warpfit.define` take, has 500 by default: so many survive a
+        generation, and twice as many are new.
     generations : int
         Most generations. With 0 the engine pairs short formulas and breeds once.
     max_size : int, optional
