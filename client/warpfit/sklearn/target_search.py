@@ -670,8 +670,14 @@ class TargetSearch:
         found = []
         for equation in front:
             program = equation.program.fold(leaf, lambda row, parts: Program.apply(row, *parts))
-            program = Program.apply("mul", Program.constant(unit), program)
+            if len(program) == 1 and not program.variables:
+                program = Program.constant(unit * float(program.values[0]))
+            else:
+                program = Program.apply("mul", Program.constant(unit), program)
             program = program.simplify() if self.options.simplify else program
+            most = self.options.max_size
+            if most is not None and self.rules.size(program) > most and program.variables:
+                continue  # with its units it is longer than a formula may be
             more = self.rules.size(program) - equation.complexity
             dearer = self.selection.price(program) - self.selection.price(equation.program)
             longer = 0.5 * (more + dearer) * math.log(max(amount, 2.0))
