@@ -785,7 +785,7 @@ class _Selection:
         for row, place in enumerate(added.tolist()):
             lengths[row] += structure_length([*sizes, int(self._sizes[place])], self._symbols)
         lengths[~(leverages.max(axis=1) <= _ALONE)] = np.inf
-        return lengths
+        return np.asarray(lengths, np.float64)
 
     def _explained(self, places: tuple[int, ...]) -> tuple[Floats, Floats, Floats]:
         """Return orthonormal rows of terms, what they leave of the target, and the leverages."""
