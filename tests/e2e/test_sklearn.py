@@ -42,7 +42,7 @@ from warpfit.sklearn.constraints import consistency  # noqa: E402
 from warpfit.sklearn.equations import selected  # noqa: E402
 from warpfit.sklearn.genomes import Genomes  # noqa: E402
 from warpfit.sklearn.search import Search  # noqa: E402
-from warpfit.sklearn.target_search import TargetSearch  # noqa: E402
+from warpfit.sklearn.target_search import Progress, TargetSearch  # noqa: E402
 
 #: Operators that are enough for the law; searching with all of them takes three times as long.
 FEW = ("+", "*", "/")
@@ -373,12 +373,12 @@ def test_searches_go_on_from_the_last_one_or_from_a_file(search, tmp_path):
 
     def listen(model, generation, front):
         heard.append((generation, front[-1].loss))
-        return generation == 2
+        return len(heard) == 2
 
     file = tmp_path / "search.npz"
-    model = search(generations=100, callback=listen, checkpoint=file).fit(X, y)
-    assert [generation for generation, _ in heard] == [1, 2]
-    assert model.n_iter_ == 2
+    model = search(generations=10**6, callback=listen, checkpoint=file).fit(X, y)
+    assert (model.reason_, model.n_iter_) == ("callback", heard[-1][0])
+    assert len(heard) == 2 and heard[0][1] >= heard[1][1]
     for error in (UnavailableError("mine"), DeadlineExceededError("mine")):  # not the server's
         with pytest.raises(type(error), match="mine"):
             search(callback=Mock(side_effect=error)).fit(X, y)
@@ -478,7 +478,8 @@ def test_a_formula_that_fits_the_noise_makes_no_law_of_it(search):
     X = np.random.default_rng(0).normal(size=(60, 15))
     y = X[:, 0] + 0.12 * np.random.default_rng(1).normal(size=60)
     guess = "x1 + " + " + ".join(f"0.01*x{column}" for column in range(2, 16))
-    model = search(generations=0, max_size=60, guesses=[guess], held_out=0.0).fit(X, y)
+    settings = {"operators": ("+", "*"), "max_size": 60, "held_out": 0.0}
+    model = search(generations=0, guesses=[guess], **settings).fit(X, y)
     assert model.equations_[-1].r2 > 0.99
     assert not np.isnan([equation.predictive_length for equation in model.front_]).any()
     assert len(model.program_) < 10
@@ -533,7 +534,7 @@ def test_what_was_found_is_kept(search, monkeypatch, tmp_path, capsys, how):
     table = np.column_stack([X, y[:, 0]])
     np.savetxt(tmp_path / "t.csv", table, delimiter=",", header="a,b,c,y", comments="")
     words = ["search", str(tmp_path / "t.csv"), "--target", "y", "--json", str(tmp_path / "t.json")]
-    words += ["--address", model.address, "--operators", "+", "*"]
+    words += ["--address", model.address, "--operators", "+", "*", "--template", "f(a, b) + c"]
     assert main(words) == {"interrupt": 130, "terminate": 143, "server": 2}[how]
     document = json.loads((tmp_path / "t.json").read_text())
     assert document["reason"] == how
@@ -567,17 +568,41 @@ def test_an_interrupt_of_the_first_population_keeps_the_library(search, monkeypa
     X = points(50)
     X[0, 0] = 0.0  # so that formulas of the library are not finite
     with pytest.warns(SearchWarning, match="generation 0"):
-        model = search(operators=["add", "div", "log"]).fit(X, law(X))
+        signs = {"monotonic": {"x1": "increasing"}}
+        model = search(operators=["add", "div", "log"], constraints=signs).fit(X, law(X))
     assert model.reason_ == "interrupt" and len(model.front_) > 1
 
 
-def test_an_interrupt_before_anything_is_found_is_raised(search, monkeypatch):
-    def end(*_):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(KeyboardInterrupt, "interrupt"), (lambda: UnavailableError("nobody is there"), "server")],
+)
+def test_what_the_engine_had_found_is_kept(search, monkeypatch, error, reason):
+    found = []
 
-    monkeypatch.setattr(Search, "_scored", end)
+    def end(progress, target, what):
+        found.extend(what.front().programs)
+        raise error()
+
+    monkeypatch.setattr(Progress, "report", end)
+    X = points(100)
+    with pytest.warns(SearchWarning, match="were found until then"):
+        model = search(generations=10**6, loss="mse").fit(X, noisy(X))
+    assert model.reason_ == reason
+    assert {equation.program for equation in model.front_} & {*found}
+
+
+@pytest.mark.parametrize("is_engine", [True, False])
+def test_an_interrupt_before_anything_is_found_is_raised(search, monkeypatch, is_engine):
+    def end(*_, **options):
+        if "seed" in options or not is_engine:  # the other one shows that a server is ready
+            raise KeyboardInterrupt
+
+    own, name = (warpfit.Client, "search") if is_engine else (Search, "_scored")
+    monkeypatch.setattr(own, name, end)
     with pytest.raises(KeyboardInterrupt):
-        search().fit(points(50), law(points(50)))
+        settings = {} if is_engine else {"constraints": {"monotonic": {"x1": "increasing"}}}
+        search(**settings).fit(points(50), law(points(50)))
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_warning(search, tmp_path, monkeypatch):

@@ -27,9 +27,9 @@ from warpfit.parse import MACROS
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
-_BASES: Final = dict(zip(("m", "kg", "s", "A", "K", "mol", "cd"), (2, 3, 5, 7, 11, 13, 17),
+BASES: Final = dict(zip(("m", "kg", "s", "A", "K", "mol", "cd"), (2, 3, 5, 7, 11, 13, 17),
                          strict=True))  # fmt: skip
-_PLACES: Final = {name: place for place, name in enumerate(_BASES)}
+_PLACES: Final = {name: place for place, name in enumerate(BASES)}
 _DERIVED: Final = {
     "1": "", "rad": "", "sr": "", "g": "kg", "Hz": "s^-1", "N": "kg*m/s^2", "Pa": "kg/m/s^2",
     "J": "kg*m^2/s^2", "W": "kg*m^2/s^3", "C": "A*s", "V": "kg*m^2/s^3/A", "F": "s^4*A^2/kg/m^2",
@@ -61,7 +61,7 @@ _FACTORS: Final = {"mul": 1.0, "div": -1.0, "pdiv": -1.0, "zdiv": -1.0}
 
 
 #: What the exponents of the base units are multiplied by in a dimension.
-_ROOTS: Final = np.sqrt(list(_BASES.values()))
+_ROOTS: Final = np.sqrt(list(BASES.values()))
 
 
 def dimension(unit: Any, field: str = "units") -> float:
@@ -82,7 +82,7 @@ def exponents(unit: Any, field: str = "units") -> Floats:
         InvalidArgumentError: for a unit that is not known.
 
     """
-    total, place = np.zeros(len(_BASES)), 0
+    total, place = np.zeros(len(BASES)), 0
     if isinstance(unit, Mapping):
         for name, power in unit.items():
             total += float(power) * exponents(name, field)
@@ -92,11 +92,11 @@ def exponents(unit: Any, field: str = "units") -> Floats:
         part = _PART.match(text, place)
         if part is None or bool(part[1]) != bool(place):
             return _by_pint(text, field)
-        known = part[2] in _BASES or part[2] in _DERIVED
+        known = part[2] in BASES or part[2] in _DERIVED
         if not known:
             return _by_pint(text, field)
         power = float(part[3] or 1.0) * (-1.0 if part[1] == "/" else 1.0)
-        if part[2] in _BASES:
+        if part[2] in BASES:
             total[_PLACES[part[2]]] += power
         else:
             total += power * exponents(_DERIVED[part[2]])
@@ -113,7 +113,7 @@ def _by_pint(text: str, field: str) -> Floats:
 
     try:
         found = _registry().get_dimensionality(text)
-        total = np.zeros(len(_BASES))
+        total = np.zeros(len(BASES))
         for name, power in found.items():
             total[_PLACES[_OF_PINT[name]]] = float(power)
         return total

@@ -1,8 +1,4 @@
-"""The search for formulas as one call: what it is given, and what it gives.
-
-`TargetSearch` prepares a `SearchTask`, calls `search`, and works with the `Candidates` that come
-back; it knows nothing of populations, libraries or pairs.
-"""
+"""The client's own search, for what the engine's search does not do; see `engine_search`."""
 
 from __future__ import annotations
 
@@ -15,15 +11,13 @@ from typing import Final
 import numpy as np
 
 from warpfit.calls.dataset_handle import DatasetHandle
-from warpfit.client import Client
 from warpfit.expressions import reference
 from warpfit.ir import Program
-from warpfit.losses import Loss, LossFunction, as_function
+from warpfit.losses import as_function
 from warpfit.ops import OPERATORS, VARIABLE
-from warpfit.sklearn.constraints import FormulaRules, Violations, operator_code
-from warpfit.sklearn.estimator import TrainingData
-from warpfit.sklearn.forms import Form, seconds_until
-from warpfit.sklearn.genomes import Breeder, Floats, Genomes, Indices
+from warpfit.sklearn.constraints import operator_code
+from warpfit.sklearn.forms import seconds_until
+from warpfit.sklearn.genomes import Breeder, Floats, Genomes
 from warpfit.sklearn.groups import GroupedClient
 from warpfit.sklearn.likelihood import proposal_weights
 from warpfit.sklearn.pairs import (
@@ -35,10 +29,11 @@ from warpfit.sklearn.pairs import (
     views,
 )
 from warpfit.sklearn.search import Pool, Search, Settings
+from warpfit.sklearn.search_task import NO_INTERCEPT, Candidates, SearchTask
 from warpfit.sklearn.templates import TemplateBreeder, TemplateForm
 
-#: A slope this close to 1 is 1, and an intercept below this part of the target's spread is 0.
-_NO_INTERCEPT: Final = 1e-10
+#: Formulas of a population, where a user names no number.
+_POPULATION: Final = 500
 #: Most rows on which pairs of formulas are compared.
 _PAIR_ROWS: Final = 512
 #: Most variables of the library, those that say most about the target.
@@ -51,60 +46,9 @@ _TEMPLATES: Final = 4
 _ARGUMENTS: Final = 0.4
 
 
-@dataclass(frozen=True, slots=True)
-class SearchTask:
-    """The task of a search: its rows, its rules and its limits."""
-
-    client: Client
-    training: TrainingData
-    """All rows."""
-    seen: Indices
-    """Rows that may be looked at."""
-    sample: Indices
-    """Those on which formulas are compared."""
-    compared: DatasetHandle
-    """The latter, uploaded."""
-    rng: np.random.Generator
-    form: Form
-    rules: FormulaRules
-    operators: tuple[str, ...]
-    """Names of what formulas are made of."""
-    start: Genomes
-    """Formulas to begin with, beside those that are drawn."""
-    loss: Loss | LossFunction
-    floor: float
-    """Least loss on the sample that any prediction could have; losses are counted from it."""
-    stop_loss: float
-    """The search ends when a formula is at least this good."""
-    amount: float
-    """Amount of data in the sample."""
-    penalty: float
-    """Loss of a formula that violates a constraint of monotonicity in all rows."""
-    violations: Violations
-    population: int
-    generations: int
-    fit_iterations: int
-    early_stopping: int | None
-    ends: float
-    """Time of `time.monotonic` at which the search ends; infinite for any."""
-    report: Callable[[Found], bool]
-    """Called after each generation; True ends the search."""
-    phase: Callable[[str], None]
-    """Called with what the search does next, before the first generation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """Formulas of a search as they are computed."""
-
-    programs: list[Program]
-    losses: Floats
-    """Losses on the sample above the least possible, [programs]."""
-
-
 @dataclass(slots=True)
-class Found:
-    """The formulas that a search has found so far, or at its end."""
+class ClientFound:
+    """What the client's own search has found; see `warpfit.sklearn.search_task.Found`."""
 
     search: Search
     task: SearchTask
@@ -113,6 +57,16 @@ class Found:
     def generation(self) -> int:
         """Generations until now."""
         return self.search.generation
+
+    @property
+    def tried(self) -> int:
+        """Formulas that were scored."""
+        return self.search.tried
+
+    @property
+    def distinct(self) -> int:
+        """Different structures among them, at most."""
+        return self.search.tried
 
     @property
     def reason(self) -> str:
@@ -152,14 +106,14 @@ def _whole(pool: Pool, row: int, spread: float) -> Program:
     """Build a + b f with its numbers, without an a or b that changes nothing."""
     program = pool.genomes.program(row)
     slope, intercept = float(pool.slopes[row]), float(pool.intercepts[row])
-    if abs(slope - 1.0) > _NO_INTERCEPT:
+    if abs(slope - 1.0) > NO_INTERCEPT:
         program = Program.apply("mul", Program.constant(slope), program)
-    if abs(intercept) > _NO_INTERCEPT * spread:
+    if abs(intercept) > NO_INTERCEPT * spread:
         program = Program.apply("add", program, Program.constant(intercept))
     return program
 
 
-def search(stack: ExitStack, task: SearchTask) -> Found:
+def search(stack: ExitStack, task: SearchTask) -> ClientFound:
     """Search for formulas until there is a reason to end.
 
     Args:
@@ -181,7 +135,7 @@ def search(stack: ExitStack, task: SearchTask) -> Found:
     pairs: PairSearch | FirstFormulas
     if isinstance(task.form, TemplateForm):
         breeder = TemplateBreeder(*drawing, task.form)
-        pairs = FirstFormulas(breeder.library(of_the_table, _TEMPLATES * task.population))
+        pairs = FirstFormulas(breeder.library(of_the_table, _TEMPLATES * _population(task)))
     else:
         breeder, pairs = Breeder(*drawing), _pairs(stack, task, of_the_table, width)
     running = Search(
@@ -195,7 +149,11 @@ def search(stack: ExitStack, task: SearchTask) -> Found:
         _reweighing(stack, task),
     )
     running.run()
-    return Found(running, task)
+    return ClientFound(running, task)
+
+
+def _population(task: SearchTask) -> int:
+    return _POPULATION if task.population is None else task.population
 
 
 def _settings(task: SearchTask) -> Settings:
@@ -205,7 +163,7 @@ def _settings(task: SearchTask) -> Settings:
         return task.penalty * task.violations(form.whole(genomes), slopes, data)
 
     return Settings(
-        population=task.population,
+        population=_population(task),
         generations=task.generations,
         fit_iterations=task.fit_iterations,
         stop_loss=task.stop_loss,
@@ -218,7 +176,7 @@ def _settings(task: SearchTask) -> Settings:
         complexity=lambda genomes: rules.measure(genomes) - form.overhead,
         admissible=rules.admissible,
         penalty=penalty,
-        report=lambda running: task.report(Found(running, task)),
+        report=lambda running: task.report(ClientFound(running, task)),
         phase=task.phase,
     )
 
@@ -261,9 +219,9 @@ def _pairs(
 
     variables = relevant(X, y, _MOST_VARIABLES)
     count = len(variables)
-    short = library(operators, count, width, _LIBRARY * task.population)
+    short = library(operators, count, width, _LIBRARY * _population(task))
     targets = list(views(operators, X, y, weights / weights.sum(), width))
-    inner = arguments(operators, count, width, math.ceil(_ARGUMENTS * task.population))
+    inner = arguments(operators, count, width, math.ceil(_ARGUMENTS * _population(task)))
     parts = [genomes[task.rules.admissible(genomes)] for genomes in (short, inner)]
     if not targets:  # of numbers whose squares overflow
         return FirstFormulas(parts[0])

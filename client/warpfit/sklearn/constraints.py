@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +18,7 @@ from warpfit.formulas.units import joined
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit.parse import MACROS, function, function_names
+from warpfit.searching import Units
 from warpfit.sklearn.genomes import (
     ADD,
     DIV,
@@ -372,12 +373,16 @@ class FormulaRules:
     """Rows on which monotonicity holds, [rows, variables]."""
     signs: Mapping[int, float]
     """Directions by variable; see `directions`."""
+    complexities: Mapping[str, int] = field(default_factory=dict)
+    """Complexity of operators that do not count as 1, by their names."""
     dimensions: Floats | None = None
     """Dimension of each variable; None without units."""
     target: float | None = None
     """Dimension of the target; None for any."""
     dimensionless: bool = False
     """Whether constants are numbers without a unit."""
+    units: Units | None = None
+    """The same three as exponents of the base units; None without units."""
 
     @cached_property
     def _structure(self) -> Callable[[Genomes], Mask]:

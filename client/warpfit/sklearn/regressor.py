@@ -29,6 +29,7 @@ from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import Closing, LossFunction, as_function, as_loss
 from warpfit.ops import BY_CODE, VARIABLE
+from warpfit.searching import Units
 from warpfit.sklearn import equations as eq
 from warpfit.sklearn.chance import Chance, chance_of
 from warpfit.sklearn.constraints import (
@@ -36,6 +37,7 @@ from warpfit.sklearn.constraints import (
     check_constraints,
     complexity_measure,
     directions,
+    operator_name,
     operator_names,
     reachable,
     with_unit,
@@ -79,7 +81,7 @@ _RANGES: Final = {
     "digits": (1, 17),
 }
 #: Settings of these that may be None.
-_OPTIONAL: Final = ("max_size", "early_stopping", "digits")
+_OPTIONAL: Final = ("population", "max_size", "early_stopping", "digits")
 #: Greatest complexity of a formula by default, and what slope and intercept take of it.
 _MAX_SIZE: Final = 29
 _SLOPE_AND_INTERCEPT: Final = 4
@@ -92,10 +94,11 @@ _FEWEST_DRAWN: Final = 10_000
 
 
 class SymbolicRegressor(FormulaRegressor):
-    """Symbolic regression: genetic programming over structure, constants fitted by a server.
+    """Symbolic regression by the search of a server's engine, on a GPU as well as on a CPU.
 
-    The whole of a generation is scored by one call and its constants are fitted by another, so the
-    time goes into the engine, on a GPU as well as here. Targets and features are float64.
+    The engine searches for plain formulas a + b f, by other losses than squares in rounds of rows
+    that are weighted around the best formula so far. What it does not search for is searched by the
+    client, and scored and fitted by the server. Targets and features are float64.
 
     Parameters
     ----------
@@ -139,10 +142,13 @@ class SymbolicRegressor(FormulaRegressor):
         Equations with variables that have no value on one of the rows held out or, if squares
         are minimised, an R^2 below 0 there, are chosen by none of them if there are others; a
         `SearchWarning` says so.
-    population : int
-        Formulas that survive a generation; twice as many are new in each.
+    population : int, optional
+        Formulas of all islands together, each of which has a child in a generation; None for as
+        many as suit the engine. The client's own search, which templates, groups, monotonic
+        constraints and functions of `warpfit.define` take, has 500 by default: so many survive a
+        generation, and twice as many are new.
     generations : int
-        Most generations.
+        Most generations. With 0 the engine pairs short formulas and breeds once.
     max_size : int, optional
         Greatest complexity of a formula as it is shown, slope and intercept included; by default 29
         and, of the linear regression of all variables, any. One that is given holds for this, too.
@@ -204,7 +210,8 @@ class SymbolicRegressor(FormulaRegressor):
         before the first generation, ``n_iter_`` is 0, and the formulas are the best pairs and sums
         of short ones, or linear regression and the constant.
     early_stopping : int, optional
-        The search ends after so many generations without a loss lower by a tenth.
+        The search ends after so many generations without a better formula: one whose loss is
+        lower by a thousandth, or by a tenth in the client's own search.
     guesses : sequence of str or Program
         Formulas that the search begins with, beside those that are drawn: texts over the columns'
         names, or x1, x2, ..., whose numbers are starts of a fit. They may have operators that are
@@ -232,8 +239,9 @@ class SymbolicRegressor(FormulaRegressor):
         and replaced in one step; in the end it has the columns of ``equations_``. Further targets
         have files with their number, such as ``front.1.csv``.
     callback : callable, optional
-        Called after each generation with the estimator, the generation's number and the equations
-        so far; the search ends if it returns True.
+        Called about once a second, and at the end, with the estimator, the number of generations
+        and the equations so far; the search ends if it returns True. The client's own search calls
+        it after each generation.
     verbose : bool
         Show lines of progress: what is done before the first generation, and the best formula.
     random_state : int, RandomState instance or None
@@ -285,7 +293,7 @@ class SymbolicRegressor(FormulaRegressor):
         operators: Sequence[str] = OPERATORS_OF_SCIENCE,
         loss: str | LossFunction = "mse",
         model_selection: str = "prediction",
-        population: int = 500,
+        population: int | None = None,
         generations: int = 200,
         max_size: int | None = None,
         complexity_of_operators: Mapping[str, int] | None = None,
@@ -536,6 +544,13 @@ class SymbolicRegressor(FormulaRegressor):
         monotonic = (self.constraints or {}).get("monotonic", {})
         known = None if self.units is None else dimensions(self.units, names, count)
         given = known is not None and self.target_unit is not None
+        units = None
+        if self.units is not None:
+            units = Units(
+                exponents_of(self.units, names, count),
+                exponents(self.target_unit, "target_unit") if given else None,
+                self.dimensionless_constants,
+            )
         return FormulaRules(
             form=form,
             operators=tuple(dict.fromkeys([*operator_names(self.operators), *own])),
@@ -548,6 +563,11 @@ class SymbolicRegressor(FormulaRegressor):
             dimensions=known,
             target=dimension(self.target_unit, "target_unit") if given else None,
             dimensionless=self.dimensionless_constants,
+            complexities={
+                operator_name(name): int(size)
+                for name, size in (self.complexity_of_operators or {}).items()
+            },
+            units=units,
         )
 
     def _constants(self, output: int) -> GroupTable:
@@ -601,7 +621,7 @@ class SymbolicRegressor(FormulaRegressor):
             whole = isinstance(value, int | np.integer) and least <= value <= most
             if not whole and (value is not None or name not in _OPTIONAL):
                 raise _bad_setting(name, value, f"a whole number from {least} to {most}")
-        if self.population * self.size_limit > _MOST_TOKENS:
+        if (self.population or 0) * self.size_limit > _MOST_TOKENS:
             raise _bad_setting(
                 "population", self.population, f"at most {_MOST_TOKENS // self.size_limit} formulas"
                 f" of max_size={self.size_limit}"
@@ -914,6 +934,8 @@ class SymbolicRegressor(FormulaRegressor):
         with client.upload(X, np.ones(3), dtype="float64") as data:
             client.evaluate(data, ["x1"], loss="mse", linear_scaling=True)
             client.optimize(data, ["p1*x1"], [[1.0]])
+        with client.upload(X, X[:, 0] ** 2, dtype="float64") as data:
+            client.search(data, generations=1, population=2, pairs=False)
 
     def _template(self) -> Template | None:
         if self.template is None:

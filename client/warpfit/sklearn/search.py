@@ -223,6 +223,8 @@ class Search:
     """The first one takes in the best pairs; others would be overrun by them, too."""
     archive: list[Pool] = field(default_factory=list)
     generation: int = 0
+    tried: int = 0
+    """Formulas that were scored."""
     reason: str = ""
     """Why the search ended: `generations`, `tolerance`, `max_seconds`, `early_stopping`,
     `callback`, `interrupt`, `terminate` or `server`."""
@@ -445,6 +447,7 @@ class Search:
         count = len(genomes)
         if not count:
             return empty_pool(genomes)
+        self.tried += count
         made, losses, slopes, intercepts, settled = self.form.scored(self, genomes)
         complexities = self.settings.complexity(genomes)
         return self._penalised(

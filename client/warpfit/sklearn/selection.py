@@ -319,7 +319,8 @@ class Selection:
         """Tell whether a formula gains less than its own description takes.
 
         It is asked of few rows alone, of which none are held out: a search that tries many formulas
-        finds one for any ten numbers.
+        finds one for any ten numbers. Each constant takes a row's worth of what the rows say, as in
+        the restricted likelihood (Patterson and Thompson 1971).
 
         Args:
             program: the formula.
@@ -336,6 +337,7 @@ class Selection:
             np.count_nonzero(own.codes == CONSTANT) for own in self.form.parts_of(program)
         )
         taken = 0.5 * constants * math.log(max(self.amount(), 2.0))
+        gain *= max(0.0, 1.0 - constants / self.amount())
         return 0.5 * gain < self.structure_length(program) + taken
 
     # The null model.

@@ -32,8 +32,8 @@ from warpfit.losses import (
     as_loss,
 )
 from warpfit.ops import CONSTANT, VARIABLE
-from warpfit.sklearn.client_search import Found, SearchTask, search
 from warpfit.sklearn.constraints import FormulaRules, Violations, operator_names, violations
+from warpfit.sklearn.engine_search import search
 from warpfit.sklearn.equations import (
     SELECTIONS,
     Equation,
@@ -46,6 +46,7 @@ from warpfit.sklearn.forms import Form, Shortening, seconds_until
 from warpfit.sklearn.genomes import Floats, Genomes, Indices, macros_of, recoded
 from warpfit.sklearn.groups import balanced, freed
 from warpfit.sklearn.search import INTERRUPTIONS, reason_of
+from warpfit.sklearn.search_task import Found, SearchTask
 from warpfit.sklearn.selection import FEWEST_DIVIDED, Selection
 from warpfit.sklearn.templates import TemplateForm
 
@@ -274,6 +275,9 @@ class TargetSearch:
     sample: Indices = field(init=False)
     """Rows on which the search compares formulas."""
     generation: int = 0
+    tried: int = 0
+    """Formulas that were scored, and different structures among them."""
+    distinct: int = 0
     reason: str = ""
     """Why the search ended, as `SymbolicRegressor.reason_`."""
     undone: list[str] = field(default_factory=list)
@@ -390,6 +394,7 @@ class TargetSearch:
             task = self._task(compared, progress, start, ends_by_loss)
             found = search(stack, task)
             self.generation += found.generation
+            self.tried, self.distinct = self.tried + found.tried, self.distinct + found.distinct
             self.reason = found.reason
             if self.reason != "tolerance":
                 return found
@@ -693,8 +698,14 @@ class TargetSearch:
         found = []
         for equation in front:
             program = equation.program.fold(leaf, lambda row, parts: Program.apply(row, *parts))
-            program = Program.apply("mul", Program.constant(unit), program)
+            if len(program) == 1 and not program.variables:
+                program = Program.constant(unit * float(program.values[0]))
+            else:
+                program = Program.apply("mul", Program.constant(unit), program)
             program = program.simplify() if self.options.simplify else program
+            most = self.options.max_size
+            if most is not None and self.rules.size(program) > most and program.variables:
+                continue  # with its units it is longer than a formula may be
             more = self.rules.size(program) - equation.complexity
             dearer = self.selection.price(program) - self.selection.price(equation.program)
             longer = 0.5 * (more + dearer) * math.log(max(amount, 2.0))
