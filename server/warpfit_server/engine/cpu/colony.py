@@ -54,9 +54,9 @@ from warpfit_server.engine.search.genome import (
 #: Formulas of a colony and of an island, where a request does not say.
 _FORMULAS: Final = 8192
 _ISLAND: Final = 512
-#: Generations between two rounds of fits, first steps for pairs, and rounds of fits between later
-#: ones: each of the three takes about a third of the time.
-_SCHEDULE: Final = (4, 7, 8)
+#: Generations between two rounds of fits, pairs for each formula, and pairs that take as long as
+#: what else a step for pairs does: generations, fits and pairs take about a third of the time each.
+_SCHEDULE: Final = (4, 200, 3_000_000)
 #: Formulas that are evaluated at a time, so that their values stay in the cache, and in a chunk.
 _EVALUATED: Final = 2048
 _IN_CHUNK: Final = 64

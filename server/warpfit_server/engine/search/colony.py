@@ -119,10 +119,11 @@ class ColonySettings:
     seed: int
     fit_every: int
     """Generations between two rounds of fits."""
-    first_pairs: int
-    """Steps of the search for pairs before the first generation."""
-    pair_every: int
-    """Rounds of fits between two later steps for pairs."""
+    pairs_per_formula: int
+    """Pairs that are weighed for each formula that is scored, so that pairs have a share of the
+    time."""
+    pair_step: int
+    """Pairs that take about as long as all else of a step for pairs."""
 
     @property
     def formulas(self) -> int:

@@ -235,12 +235,11 @@ class _Search:
         settings = self._settings
         yield from colony.populate()
         yield from self._insert_guesses(settings)
+        yield from self._fit((yield from colony.best()))
+        self._report(self._progress(None))
         if self._request.pairs and self._request.template is None:
             self._pairing = self._pair_search(columns, new_weigher())
-            for _ in range(settings.first_pairs):
-                if self._ended() is not None:
-                    break
-                yield from self._pair(settings)
+            yield from self._pair(settings)
         while True:
             reason = yield from self._evolve(colony, settings)
             if reason is not SearchReason.TARGET_LOSS or (yield from self._is_met()):
@@ -290,7 +289,7 @@ class _Search:
         """Run generations and fits until the search ends; return why."""
         milestones = np.full(settings.islands, math.inf)
         begun = np.zeros(settings.islands, np.int64)
-        reported, improved, rounds = time.monotonic(), 0, 0
+        reported, improved, rounds = self._began, 0, 0
         while (reason := self._ended()) is None:
             yield from colony.advance()
             self._generations += 1
@@ -302,8 +301,7 @@ class _Search:
                 if rounds % _LOOK_EVERY == 0:
                     yield from self._fit((yield from colony.best()))
                 yield from self._restart(colony, milestones, begun)
-                if self._pairing is not None and rounds % settings.pair_every == 0:
-                    yield from self._pair(settings)
+                yield from self._pair(settings)
             if time.monotonic() - reported >= _REPORT_SECONDS:
                 self._report(self._progress(None))
                 reported = time.monotonic()
@@ -376,13 +374,21 @@ class _Search:
         )
 
     def _pair(self, settings: ColonySettings) -> Steps[None]:
-        """Pair the best formulas with short ones; fit the best pairs, and put them into islands."""
-        assert self._pairing is not None and self._colony is not None
-        best = yield from self._colony.best()
+        """Pair the best formulas with short ones, if pairs have not had their share of the time.
+
+        The best pairs are fitted and put into islands.
+        """
+        pairing, colony = self._pairing, self._colony
+        if pairing is None or colony is None or self._ended() is not None:
+            return
+        spent = pairing.pairs + self._pair_steps * settings.pair_step
+        if spent > settings.pairs_per_formula * colony.formulas:
+            return
+        best = yield from colony.best()
         others = best.genomes.population()
-        found = yield from self._pairing.step(others)
+        found = yield from pairing.step(others)
         if self._pair_steps % _SUM_EVERY == 0:
-            sums = yield from self._pairing.sums(others)
+            sums = yield from pairing.sums(others)
             found = joined([*(one.formula for one in sums), found])
         self._pair_steps += 1
         if not len(found):

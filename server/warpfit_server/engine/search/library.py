@@ -8,8 +8,7 @@ of two of these, and functions of both; each kind has about a seventh of it.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Population, pieces
 from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, VARIABLE
-from warpfit_server.engine.interface import Steps
 
 Floats: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.int64]
@@ -38,8 +36,16 @@ _MOST_TERMS: Final = 120
 _ALGEBRAIC: Final = frozenset({"square", "cube", "sqrt", "cbrt", "inv", "neg", "abs"})
 #: Operators whose operands may swap.
 _COMMUTATIVE: Final = frozenset({"add", "mul", "min", "max"})
-#: Formulas that are written without a pause.
-_AT_ONCE: Final = 2_000
+#: Whether an operator of each code may be inside of one that is algebraic, or is not.
+_MAY_BE_INSIDE: Final = {
+    is_algebraic: np.array(
+        [
+            ARITIES[code] != 1 or (BY_CODE[code].name in _ALGEBRAIC) != is_algebraic
+            for code in range(len(ARITIES))
+        ]
+    )
+    for is_algebraic in (False, True)
+}
 
 
 # -------------------------------------------------------------------------------------- formulas
@@ -80,7 +86,7 @@ def tokens(codes: Any, values: Any = 0.0) -> Population:
 # --------------------------------------------------------------------------------------- library
 
 
-def library(operators: Sequence[str], columns: Sequence[int], most: int) -> Steps[Population]:
+def library(operators: Sequence[str], columns: Sequence[int], most: int) -> Population:
     """Return short formulas, about ``most``, shortest first; some have the same values.
 
     Args:
@@ -90,54 +96,35 @@ def library(operators: Sequence[str], columns: Sequence[int], most: int) -> Step
     """
     rng = np.random.default_rng(1)
     share = max(most // 7, 1)
-    trees = yield from _taken(_small_trees(operators, columns, share, rng), share)
-    powers = yield from _taken(_products(operators, columns), share)
-    plain = yield from _taken(_products(operators, columns, (-1, 1)), share)
-    sums = sorted(_sums(operators, powers, share, rng), key=len)
-    yield None
+    powers = _products(operators, columns, share)
+    plain = _products(operators, columns, share, (-1, 1))
+    sums = _shortest_first(_sums(operators, powers, share, rng))
     unary = [name for name in operators if OPERATORS[name].arity == 1]
     algebraic = [name for name in unary if name in _ALGEBRAIC]
     others = [name for name in unary if name not in _ALGEBRAIC]
     rooted = [name for name in unary if name not in _ALGEBRAIC or name == "sqrt"]
-    found = [*trees, *powers, *sums]
-    for names, parts, count in (
-        (rooted, [*plain, *powers], 2 * share),
-        (algebraic, sums, share),
-        (others, sums, share),
-    ):
-        made = (applied(name, part) for part in parts for name in names)
-        found += yield from _taken(made, count)
-    return (yield from _laid_out(found))
+    found = [
+        _small_trees(operators, columns, share, rng),
+        powers,
+        sums,
+        _functions(rooted, joined([plain, powers]), 2 * share),
+        _functions(algebraic, sums, share),
+        _functions(others, sums, share),
+    ]
+    return _shortest_first(joined(found))
 
 
-def arguments(operators: Sequence[str], columns: Sequence[int], most: int) -> Steps[Population]:
+def arguments(operators: Sequence[str], columns: Sequence[int], most: int) -> Population:
     """Return products of powers, and sums of two variables; shortest first."""
-    plain = yield from _taken(_products(operators, columns, (-1, 1)), most // 2)
-    powers = yield from _taken(_products(operators, columns), most)
-    single = [_variable(column) for column in columns]
+    single = _variables(columns)
+    plain = _products(operators, columns, most // 2, (-1, 1))
+    powers = _products(operators, columns, most)
     sums = _sums(operators, single, most, np.random.default_rng(0))
-    return (yield from _laid_out([*single, *plain, *sums, *powers][:most]))
+    return _shortest_first(joined([single, plain, sums, powers])[:most])
 
 
-def _taken(formulas: Iterable[Formula], most: int) -> Steps[list[Formula]]:
-    source, found = iter(formulas), list[Formula]()
-    while len(found) < most:
-        part = list(itertools.islice(source, min(_AT_ONCE, most - len(found))))
-        if not part:
-            break
-        found += part
-        yield None
-    return found
-
-
-def _laid_out(formulas: list[Formula]) -> Steps[Population]:
-    """Lay out formulas, shortest first."""
-    ordered = sorted(formulas, key=len)
-    parts = [formulas_of([])]
-    for start in range(0, len(ordered), _AT_ONCE):
-        parts.append(formulas_of(ordered[start : start + _AT_ONCE]))
-        yield None
-    return joined(parts)
+def _shortest_first(formulas: Population) -> Population:
+    return formulas[np.argsort(formulas.lengths, kind="stable")]
 
 
 def applied(name: str, *operands: Formula) -> Formula:
@@ -145,85 +132,131 @@ def applied(name: str, *operands: Formula) -> Formula:
     return (*itertools.chain(*operands), (OPERATORS[name].code, 0.0))
 
 
-def _variable(column: int) -> Formula:
-    return ((VARIABLE, float(column)),)
+def _applied(name: str, *operands: Population) -> Population:
+    """Apply an operator to each formula of its operands."""
+    return packed([*operands, tokens(np.full(len(operands[0]), OPERATORS[name].code))])
+
+
+def _functions(names: Sequence[str], parts: Population, most: int) -> Population:
+    """Apply all operators of one operand to the first formulas, at most ``most`` in all."""
+    if not names:
+        return parts[:0]
+    parts = parts[: -(-most // len(names))]
+    codes = np.array([OPERATORS[name].code for name in names])
+    inner = parts[np.repeat(np.arange(len(parts)), len(names))]
+    return packed([inner, tokens(np.tile(codes, len(parts)))])[:most]
+
+
+def _variables(columns: Sequence[int]) -> Population:
+    return tokens(np.full(len(columns), VARIABLE), np.asarray(columns, float))
 
 
 def _sums(
-    operators: Collection[str], powers: Sequence[Formula], most: int, rng: np.random.Generator
-) -> list[Formula]:
+    operators: Collection[str], powers: Population, most: int, rng: np.random.Generator
+) -> Population:
     """Return 1 + u and 1 - u of products of powers, then the shortest u + v and u - v."""
     names = [name for name in ("add", "sub") if name in operators]
-    pairs = list(itertools.combinations(powers[:_MOST_TERMS], 2))
-    pairs = [pairs[place] for place in rng.permutation(len(pairs)).tolist()]
-    pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
-    chosen = [*((_ONE, term) for term in powers[: most // 4]), *pairs][: most // max(len(names), 1)]
-    return [applied(name, *pair) for pair in chosen for name in names]
+    if not names:
+        return powers[:0]
+    pairs = np.array(np.triu_indices(min(len(powers), _MOST_TERMS), 1))
+    pairs = pairs[:, rng.permutation(pairs.shape[1])]
+    sizes = powers.lengths[pairs].sum(axis=0)
+    first, second = pairs[:, np.argsort(sizes, kind="stable")[:most]]
+    alone = powers[: most // 4]
+    left = joined([_of_one(len(alone)), powers[first]])[: most // len(names)]
+    right = joined([alone, powers[second]])[: most // len(names)]
+    both = joined([_applied(name, left, right) for name in names])
+    return both[np.arange(len(both)).reshape(len(names), -1).T.ravel()]
+
+
+def _of_one(count: int) -> Population:
+    return tokens(np.full(count, CONSTANT), 1.0)
 
 
 def _small_trees(
     operators: Sequence[str], columns: Sequence[int], most: int, rng: np.random.Generator
-) -> Iterator[Formula]:
-    """Yield all trees over the variables and 1 by size, and a sample of the last size."""
-    sizes: dict[int, list[Formula]] = {1: [*map(_variable, columns), _ONE]}
-    yield from sizes[1][:-1]
-    left = most - len(columns)
+) -> Population:
+    """Return all trees over the variables and 1 by size, and a sample of the last size."""
+    leaves = _variables(columns)
+    sizes = {1: joined([leaves, _of_one(1)])}
+    found, left = [leaves], most - len(columns)
     for size in range(2, _TREE_SIZE + 1):
         groups = [group for name in operators for group in _operands(name, size, sizes)]
-        ends = np.cumsum([count for count, _ in groups], dtype=np.int64)
-        count = int(ends[-1]) if len(ends) else 0
-        drawn = range(count)
+        ends = np.cumsum([0, *(len(one) * len(other) for _, one, other in groups)])
+        count = int(ends[-1])
         if count > left:
-            drawn = np.sort(rng.choice(count, max(left, 0), replace=False)).tolist()
-        sizes[size] = []
-        for place in drawn:
-            group = bisect_right(ends, place)
-            formula = groups[group][1](place - int(ends[group]) + groups[group][0])
-            if any(code == VARIABLE for code, _ in formula):
-                sizes[size].append(formula)
-                yield formula
+            drawn = np.sort(rng.choice(count, max(left, 0), replace=False, shuffle=False))
+        else:
+            drawn = np.arange(count)
+        made = [leaves[:0]]
+        for (name, one, other), first, stop in zip(groups, ends, ends[1:], strict=False):
+            own = drawn[slice(*np.searchsorted(drawn, (first, stop)))] - first
+            parts = [one[own // len(other)], other[own % len(other)]]
+            made.append(_applied(name, *parts[: OPERATORS[name].arity]))
+        sizes[size] = joined(made)
+        sizes[size] = sizes[size][_have_variables(sizes[size])]
+        found.append(sizes[size])
         left -= len(drawn)
+    return joined(found)
+
+
+def _have_variables(formulas: Population) -> NDArray[np.bool_]:
+    owners = np.repeat(np.arange(len(formulas)), formulas.lengths)
+    return np.bincount(owners[formulas.codes == VARIABLE], minlength=len(formulas)) > 0
 
 
 def _operands(
-    name: str, size: int, sizes: Mapping[int, list[Formula]]
-) -> Iterator[tuple[int, Callable[[int], Formula]]]:
-    """Yield numbers of trees with this operator at the root, and a function that makes each."""
+    name: str, size: int, sizes: Mapping[int, Population]
+) -> Iterator[tuple[str, Population, Population]]:
+    """Yield an operator and what its operands may be, at the root of trees of a size.
+
+    An operator of one operand has anything as its second one.
+    """
     arity = OPERATORS[name].arity
     if arity == 1:
-        parts = [part for part in sizes[size - 1] if _may_be_inside(part[-1][0], name)]
-        yield len(parts), lambda place: applied(name, parts[place])
+        parts = sizes[size - 1]
+        roots = parts.codes[parts.starts[1:] - 1]
+        yield name, parts[_MAY_BE_INSIDE[name in _ALGEBRAIC][roots]], sizes[1][:1]
     for first in range(1, size - 1) if arity == 2 else ():
         if name in _COMMUTATIVE and first > size - 1 - first:
             return
-        left, right = sizes[first], sizes[size - 1 - first]
-
-        def pair(place: int, left: Any = left, right: Any = right) -> Formula:
-            return applied(name, left[place // len(right)], right[place % len(right)])
-
-        yield len(left) * len(right), pair
-
-
-def _may_be_inside(code: int, name: str) -> bool:
-    if ARITIES[code] != 1:
-        return True
-    return (name in _ALGEBRAIC) != (BY_CODE[code].name in _ALGEBRAIC)
+        yield name, sizes[first], sizes[size - 1 - first]
 
 
 def _products(
-    operators: Collection[str], columns: Sequence[int], allowed: Sequence[int] = _EXPONENTS
-) -> Iterator[Formula]:
-    """Yield products of powers of variables by ascending sum of the exponents' sizes."""
+    operators: Collection[str],
+    columns: Sequence[int],
+    most: int,
+    allowed: Sequence[int] = _EXPONENTS,
+) -> Population:
+    """Return products of powers of variables by ascending sum of the exponents' sizes."""
+    found = [formulas_of([])]
     if not {"mul", "div"} <= set(operators):
-        return
+        return found[0]
     for total in range(1, 3 * _MOST_FACTORS):
         for factors in range(1, min(_MOST_FACTORS, len(columns)) + 1):
             exponents = [
                 e for e in itertools.product(allowed, repeat=factors) if sum(map(abs, e)) == total
             ]
-            for chosen in itertools.combinations(columns, factors) if exponents else ():
-                for powers in exponents:
-                    yield product(dict(zip(chosen, powers, strict=True)), operators)
+            room = most - sum(map(len, found))
+            if not exponents or room <= 0:
+                continue
+            wanted = -(-room // len(exponents))
+            chosen = np.array([*itertools.islice(itertools.combinations(columns, factors), wanted)])
+            made = [_filled(product(dict(enumerate(e)), operators), chosen) for e in exponents]
+            order = np.arange(len(made) * len(chosen)).reshape(len(made), -1).T.ravel()
+            found.append(joined(made)[order[:room]])
+    return joined(found)
+
+
+def _filled(formula: Formula, columns: Indices) -> Population:
+    """Return a formula of other variables: its variable i becomes column ``columns[:, i]``."""
+    codes, values = (np.array(part) for part in zip(*formula, strict=True))
+    numbers = np.tile(values, (len(columns), 1))
+    variables = np.flatnonzero(codes == VARIABLE)
+    numbers[:, variables] = columns[:, values[variables].astype(np.int64)]
+    lengths = np.full(len(columns), len(codes), np.uint32)
+    return Population(np.tile(codes.astype(np.uint8), len(columns)), numbers.reshape(-1), lengths)
 
 
 def product(powers: Mapping[int, float], operators: Collection[str]) -> Formula:
@@ -242,7 +275,7 @@ def _times(factors: Sequence[Formula]) -> Formula:
 
 
 def _power(column: int, power: float, operators: Collection[str]) -> Formula:
-    variable = _variable(column)
+    variable: Formula = ((VARIABLE, float(column)),)
     if power % 1:
         root = applied("sqrt", variable)
         return root if power < 1 else _times([_power(column, power // 1, operators), root])

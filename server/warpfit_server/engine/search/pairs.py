@@ -10,14 +10,14 @@ The simple form, with a library of short formulas (`library`):
 All pairs are weighed by matrix products (`weighing`); the best of a block of u are fitted again in
 float64 and written out. The library also has 1/f of each f. In some turns pairs are added to one of
 the view's best formulas, or to a short one (matching pursuit); in others v is a function of a
-scaled argument, f(c u), whose scale is sharpened by a golden section. `PairSearch.sums` builds sums
-of more terms, one term after the other.
+scaled argument, f(c u), whose scale is sharpened by a golden section. The library doubles
+after some steps: the first pairs are found soon, and a long search has the whole library.
+`PairSearch.sums` builds sums of more terms, one term after the other.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Self, TypeAlias
@@ -53,6 +53,9 @@ Term: TypeAlias = tuple[Floats, Floats]
 
 #: Most variables of the library, those that say most about the target.
 _MOST_VARIABLES: Final = 30
+#: Formulas of the first library, and steps after which it has twice as many.
+_FIRST_SIZE: Final = 1_000
+_DOUBLING: Final = 6
 #: Formulas of the library for each argument of functions that are scaled.
 _ARGUMENTS: Final = 30
 #: Formulas that are evaluated at a time.
@@ -232,20 +235,24 @@ class PairSearch:
     """Most tokens of a formula."""
     form: Form = Form.SCALED
     size: int = 12_000
-    """Formulas of the library, about."""
+    """Most formulas of the library, about."""
     pairs: int = 0
     """Pairs that have been weighed."""
     views: list[View] = field(default_factory=list)
     """Views of the target, the target itself first; there are none before the first step."""
     known: Table = field(init=False)
     """The library, with reciprocals if they are allowed."""
-    _ready: bool = False
+    _size: int = 0
+    """Formulas of the library now, about."""
+    _used: list[int] = field(default_factory=list)
+    """Variables of the library."""
     _names: tuple[str, ...] = ()
     _order: Indices = field(init=False)
     """Order of the rows here: the first ones are spread over the data."""
     _screened: int = 0
     """First rows on which pairs are weighed; those that are best are fitted on all rows."""
-    _functions: Table = field(init=False)
+    _functions: Table | None = None
+    """Functions of scaled arguments, which the first step that takes them makes."""
     _inner: Floats = field(init=False)
     """Values of the arguments of scaled functions, with standard deviation 1; [arguments, rows]."""
     _inner_scales: Floats = field(init=False)
@@ -257,9 +264,20 @@ class PairSearch:
     """Steps of each view."""
 
     def prepare(self) -> Steps[None]:
-        """Make library and views, which the first call of `step` or `sums` does, too."""
-        if self._ready:
+        """Make views and library, or a larger library, as `step` and `sums` do, too."""
+        if not self.views:
+            yield from self._make_views()
+        size = min(self.size, _FIRST_SIZE << min(sum(self._turns) // _DOUBLING, 16))
+        if size == self._size:
             return
+        self._size, self._functions = size, None
+        known = yield from self._table(library(self._names, self._used, size))
+        if "div" in self._names:
+            known = Table.merged([known, known.reciprocals()]).distinct()
+        self.known, self._prepared = known, {"known": self._prepare(known)}
+        yield None
+
+    def _make_views(self) -> Steps[None]:
         rows = len(self.target)
         self._names = tuple(name for name, weight in self.operators.items() if weight > 0)
         step = max(1, rows // self.weigher.rows)
@@ -268,23 +286,21 @@ class PairSearch:
         weights = np.ones(rows) if self.weights is None else self.weights
         X, target, weights = (part[..., self._order] for part in (self.X, self.target, weights))
         columns = np.asarray(self.columns)
-        columns = columns[relevant(X[columns], target, _MOST_VARIABLES)].tolist()
+        self._used = columns[relevant(X[columns], target, _MOST_VARIABLES)].tolist()
         yield None
-        for view in views(self._names, columns, X, target, weights / weights.sum(), self.width):
+        for view in views(self._names, self._used, X, target, weights / weights.sum(), self.width):
             self.views.append(view)
             yield None
-        formulas = yield from library(self._names, columns, self.size)
-        self.known = yield from self._table(formulas)
-        if "div" in self._names:
-            self.known = Table.merged([self.known, self.known.reciprocals()]).distinct()
-        yield None
-        inner = yield from arguments(self._names, columns, self.size // _ARGUMENTS)
-        self._functions = yield from self._scaled((yield from self._table(inner)))
-        self._prepared = {"known": self._prepare(self.known)}
-        self._prepared["functions"] = self._prepare(self._functions)
         self._beams = [(formulas_of([]), np.empty(0)) for _ in self.views]
         self._turns = [0 for _ in self.views]
-        self._ready = True
+
+    def _make_functions(self) -> Steps[Table]:
+        """Return functions of scaled arguments, which are made on first use."""
+        if self._functions is None:
+            inner = arguments(self._names, self._used, self._size // _ARGUMENTS)
+            self._functions = yield from self._scaled((yield from self._table(inner)))
+            self._prepared["functions"] = self._prepare(self._functions)
+        return self._functions
 
     @property
     def library(self) -> Population:
@@ -317,21 +333,20 @@ class PairSearch:
         firsts = range(0, len(best), self.weigher.block)
         lefts += [best[first : first + self.weigher.block] for first in firsts]
         scaled = kind == _SCALING
-        right = [self._functions if scaled else self.known, best]
+        right = [(yield from self._make_functions()) if scaled else self.known, best]
         prepared = self._prepared["functions" if scaled else "known"]
         count = _SHARPENED if scaled else self.weigher.kept
         fitter = _Fitter(self, view, base, right, [prepared, self._prepare(best)], count, scaled)
         found = yield from fitter.found(lefts)
         return self._best(place, found)
 
-    def sums(self, others: Population, ends: float = math.inf) -> Steps[list[Sum]]:
+    def sums(self, others: Population) -> Steps[list[Sum]]:
         """Return sums a + b t1 + c t2 + ... of each number of terms.
 
         One is of variables alone, another of any terms: those of the library, and all parts of
         ``others``. One after the other is added, and exchanged or left out where that helps
         (stepwise regression; Efroymson 1960), as a sum is judged by `Sum.score`. The sums of
-        variables are where exchanges begin, too. At the time ``ends`` of `time.monotonic` they
-        are those so far.
+        variables are where exchanges begin, too.
         """
         yield from self.prepare()
         if not {"add", "mul"} <= set(self._names):
@@ -349,7 +364,9 @@ class PairSearch:
             ("terms", np.arange(len(single))),
         ):
             own = terms[places]
-            chosen = yield from _selected(self.views[0], own, symbols, self.width, begun, ends)
+            sums = _Selection(self.views[0], own, self._screened, symbols, self.width)
+            yield None
+            chosen = yield from sums.selected(begun)
             for score, members in chosen:
                 inner = fitter.sum_of([own[[place]] for place in members])
                 if inner.lengths[0] <= self.width:
@@ -681,101 +698,144 @@ def _product(u: Table, v: Table) -> Population:
 # ------------------------------------------------------------------------------------------- sums
 
 
-@dataclass(slots=True, eq=False)
 class _Selection:
-    """Sums of some terms and their scores."""
+    """Sums of some terms and their scores.
 
-    columns: Singles
-    """Unit rows of the terms without the constant, [terms, rows]."""
-    target: Floats
-    weights: Floats
-    sizes: Indices
-    symbols: int
-    width: int
-
-    @classmethod
-    def of(cls, view: View, terms: Table, symbols: int, width: int) -> _Selection:
-        fit = Fit.of(view.target, view.weights, np.empty((0, len(view.target))), False)
-        columns = np.concatenate(
-            [
-                fit.sides(terms.values[start : start + _EVALUATED]).own.astype(np.float32)
-                for start in range(0, max(len(terms), 1), _EVALUATED)
-            ]
-        )
-        sizes = terms.sizes + 2 * terms.inverted
-        return cls(columns, view.target * fit.roots, view.weights, sizes, symbols, width)
-
-    def residual(self, places: Sequence[int]) -> tuple[Floats, Floats]:
-        """Return an orthonormal basis of terms, [rows, terms], and what they do not explain."""
-        basis, _ = np.linalg.qr(self.columns[places].T.astype(float))
-        return basis, self.target - basis @ (basis.T @ self.target)
-
-    def score(self, places: Sequence[int]) -> float:
-        """Return `Sum.score`."""
-        basis, left = self.residual(places)
-        leverage = np.square(basis).sum(axis=1) + self.weights
-        if leverage.max() > _ALONE:
-            return math.inf
-        error = float(np.square(left / (1.0 - leverage)).sum())
-        length = structure_length(self.sizes[places].tolist(), self.symbols)
-        return 0.5 * len(left) * math.log(error + _LEAST_ERROR) + length
-
-    def extended(self, places: list[int]) -> tuple[float, list[int]]:
-        """Add the best term of those that explain most for their length."""
-        basis, left = self.residual(places)
-        along = self.columns @ np.column_stack([basis, left]).astype(np.float32)
-        rest = 1.0 - np.square(along[:, :-1]).sum(axis=1)
-        sound = rest > ROUND
-        gains = np.square(along[:, -1]) / np.where(sound, rest, 1.0)
-        errors = np.maximum(left @ left - gains, _LEAST_ERROR)
-        lengths = 0.5 * len(left) * np.log(errors) + self.sizes * math.log(self.symbols)
-        room = self.width - int(self.sizes[places].sum()) - 3 * len(places)
-        lengths[(self.sizes > room) | ~sound] = np.inf
-        best = lengths.argsort()[:_TRIED]
-        tried = [[*places, int(place)] for place in best if np.isfinite(lengths[place])]
-        return min(((self.score(each), each) for each in tried), default=(math.inf, places))
-
-
-def _selected(
-    view: View,
-    terms: Table,
-    symbols: int,
-    width: int,
-    known: Sequence[list[int]],
-    ends: float,
-) -> Steps[list[tuple[float, list[int]]]]:
-    """Return the scores of the best sums and the places of their terms, by their number.
+    What a term explains beside others follows from its products with these and with the target. All
+    products with a term are computed once, on the rows on which pairs are weighed; the best terms
+    of a sum are scored on all rows.
 
     Args:
         view: of the target.
         terms: what sums are made of.
+        rows: first rows of the view on which terms are compared.
         symbols: see `structure_length`.
         width: most tokens of a sum.
-        known: terms of sums that are improved, too.
-        ends: time of `time.monotonic` at which this should end.
     """
-    sums = _Selection.of(view, terms, symbols, width)
-    found: list[tuple[float, list[int]]] = []
-    beam: list[tuple[float, list[int]]] = [(math.inf, [])]
-    for count in range(1, min(_MOST_SUMMED, len(terms)) + 1):
-        longer = [sums.extended(places) for _, places in beam]
-        longer += [(sums.score(places), places) for places in known if len(places) == count]
-        beam = []
-        for best, places in longer:
-            for place in places[:-1] if best < math.inf else ():
-                if time.monotonic() > ends:
-                    break
-                yield None
-                other = sums.extended([each for each in places if each != place])
-                best, places = min((best, places), other)
-            beam.append((best, places))
-        beam = [entry for entry in beam if entry[0] < math.inf]
-        if not beam or time.monotonic() > ends:
-            break
-        found.append(min(beam))
-    for count in range(len(found) - 1, 0, -1):
-        _, more = found[count]
-        fewer = [[each for each in more if each != place] for place in more]
-        found[count - 1] = min(found[count - 1], *((sums.score(each), each) for each in fewer))
-        yield None
-    return found
+
+    def __init__(self, view: View, terms: Table, rows: int, symbols: int, width: int) -> None:
+        some = slice(0, rows)
+        weights = view.weights[some] / view.weights[some].sum()
+        fit = Fit.of(view.target[some], weights, np.empty((0, rows)), False)
+        self._columns = np.concatenate(
+            [
+                fit.sides(terms.values[start : start + _EVALUATED, some]).own.astype(np.float32)
+                for start in range(0, max(len(terms), 1), _EVALUATED)
+            ]
+        )
+        """Unit rows of the terms without the constant, or 0; [terms, rows]."""
+        self._vary = self._columns.any(axis=1)
+        self._target = self._columns @ fit.target.astype(np.float32)
+        self._square = float(fit.target @ fit.target)
+        none = np.empty((0, len(view.target)))
+        self._whole, self._values = Fit.of(view.target, view.weights, none, False), terms.values
+        self._sizes = terms.sizes + 2 * terms.inverted
+        self._symbols, self._width, self._rows = symbols, width, len(view.target)
+        self._products: dict[int, Singles] = {}
+        """Products of a term with all terms."""
+        self._bases: dict[tuple[int, ...], tuple[Floats, Floats, Floats]] = {}
+
+    def selected(self, known: Sequence[list[int]]) -> Steps[list[tuple[float, list[int]]]]:
+        """Return the scores of the best sums and the places of their terms, by their number.
+
+        Args:
+            known: terms of sums that are improved, too.
+        """
+        found: list[tuple[float, list[int]]] = []
+        beam: list[tuple[float, list[int]]] = [(math.inf, [])]
+        for count in range(1, min(_MOST_SUMMED, len(self._sizes)) + 1):
+            longer = [self._extended(places) for _, places in beam]
+            longer += [(self._score(places), places) for places in known if len(places) == count]
+            beam = []
+            for score, places in {
+                frozenset(places): (score, places) for score, places in longer
+            }.values():
+                if score == math.inf:
+                    continue
+                best = score, places
+                for place in places[:-1]:
+                    yield None
+                    best = min(best, self._extended([each for each in places if each != place]))
+                beam.append(best)
+            if not beam:
+                break
+            found.append(min(beam))
+        for count in range(len(found) - 1, 0, -1):
+            _, more = found[count]
+            fewer = [[each for each in more if each != place] for place in more]
+            scored = ((self._score(each), each) for each in fewer)
+            found[count - 1] = min(found[count - 1], *scored)
+            yield None
+        return found
+
+    def _score(self, places: Sequence[int]) -> float:
+        """Return `Sum.score`."""
+        return float(self._scores(places[:-1], np.array(places[-1:]))[0])
+
+    def _scores(self, places: Sequence[int], added: Indices) -> Floats:
+        """Return `Sum.score` of sums with each of some terms beside the same ones."""
+        basis, left, leverage = self._explained(tuple(places))
+        own = self._orthogonal(basis, added)
+        with np.errstate(all="ignore"):
+            leverages = leverage + np.square(own)
+            lefts = left - (own @ left)[:, None] * own
+            errors = np.square(lefts / (1.0 - leverages)).sum(axis=1)
+            lengths = 0.5 * len(left) * np.log(errors + _LEAST_ERROR)
+        sizes = self._sizes[list(places)].tolist()
+        for row, place in enumerate(added.tolist()):
+            lengths[row] += structure_length([*sizes, int(self._sizes[place])], self._symbols)
+        lengths[~(leverages.max(axis=1) <= _ALONE)] = np.inf
+        return lengths
+
+    def _explained(self, places: tuple[int, ...]) -> tuple[Floats, Floats, Floats]:
+        """Return orthonormal rows of terms, what they leave of the target, and the leverages."""
+        if not places:
+            whole = self._whole
+            return whole.known, whole.target, np.square(whole.known).sum(axis=0)
+        if places not in self._bases:
+            basis, left, leverage = self._explained(places[:-1])
+            (own,) = self._orthogonal(basis, np.array(places[-1:]))
+            left, leverage = left - (own @ left) * own, leverage + np.square(own)
+            self._bases[places] = np.vstack([basis, own]), left, leverage
+        return self._bases[places]
+
+    def _orthogonal(self, basis: Floats, places: Indices) -> Floats:
+        """Return unit rows of what terms have beside orthonormal rows, or 0; [places, rows]."""
+        rows = self._values[places] * self._whole.roots
+        lengths = np.linalg.norm(rows, axis=1)
+        for _ in range(2):
+            rows = rows - (rows @ basis.T) @ basis
+        rests = np.linalg.norm(rows, axis=1)
+        sound = rests > math.sqrt(LEAST_VARIATION) * lengths
+        return np.where(sound, 1.0, 0.0)[:, None] * rows / np.where(sound, rests, 1.0)[:, None]
+
+    def _extended(self, places: list[int]) -> tuple[float, list[int]]:
+        """Add the best term of those that explain most for their length."""
+        along, square, rest = self._target, self._square, np.ones(len(self._sizes))
+        if places:
+            products = np.stack([self._products_with(place) for place in places])
+            gram = products[:, places] + 1e-6 * np.eye(len(places), dtype=np.float32)
+            basis = np.linalg.inv(np.linalg.cholesky(gram.astype(float)))
+            parts = basis.astype(np.float32) @ products
+            explained = basis @ self._target[places]
+            along = along - explained.astype(np.float32) @ parts
+            rest = 1.0 - np.square(parts).sum(axis=0)
+            square -= float(explained @ explained)
+        sound = self._vary & (rest > ROUND)
+        gains = np.square(along) / np.where(sound, rest, 1.0)
+        errors = np.maximum(square - gains, _LEAST_ERROR)
+        lengths = 0.5 * self._rows * np.log(errors) + self._sizes * math.log(self._symbols)
+        room = self._width - int(self._sizes[places].sum()) - 3 * len(places)
+        lengths[(self._sizes > room) | ~sound] = np.inf
+        best = np.argpartition(lengths, min(_TRIED, len(lengths) - 1))[:_TRIED]
+        best = best[np.lexsort((best, lengths[best]))]
+        best = best[np.isfinite(lengths[best])]
+        if not len(best):
+            return math.inf, places
+        scores = self._scores(places, best)
+        return float(scores.min()), [*places, int(best[scores.argmin()])]
+
+    def _products_with(self, place: int) -> Singles:
+        if place not in self._products:
+            self._products[place] = self._columns @ self._columns[place]
+        return self._products[place]
