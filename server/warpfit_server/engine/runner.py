@@ -12,6 +12,7 @@ A result does not depend on the other programs of its batch, so its bits are the
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -199,10 +200,10 @@ class RequestRunner:
         if deadline is not None:
             left = max(_LEAST_SEARCH_SECONDS, deadline - begun)
             search = replace(search, max_seconds=min(search.max_seconds or left, left))
-        reported = begun
+        reported = -math.inf
 
         def report(progress: SearchProgress) -> None:
-            """Tell the front end how far the search is, now and then."""
+            """Tell the front end how far the search is, at once and now and then."""
             nonlocal reported
             if time.monotonic() - reported >= _SEARCH_PROGRESS_SECONDS:
                 reported = time.monotonic()
