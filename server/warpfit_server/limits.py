@@ -306,7 +306,13 @@ def search_bytes(request: SearchRequest, layout: Layout) -> int:
     formula = _SEARCH_FORMULA_BYTES + _SEARCH_TOKEN_BYTES * 2 * request.rules.max_size
     columns = 8 * rows * (layout.variables + 2)
     guesses = 0 if request.guesses is None else _LOWERED_BYTES * len(request.guesses.codes)
-    return _SEARCH_BYTES_AT_LEAST + population * formula + columns + guesses
+    pairs = 0
+    if request.pairs and request.template is None:
+        # Imported on first use, because importing it delays the start of the server.
+        from warpfit_server.engine.search.pairs import bytes_needed
+
+        pairs = bytes_needed(rows)
+    return _SEARCH_BYTES_AT_LEAST + population * formula + columns + guesses + pairs
 
 
 def _bytes_of_sums(sums: float, rows: int, longest: int) -> int:

@@ -53,6 +53,11 @@ Term: TypeAlias = tuple[Floats, Floats]
 
 #: Most variables of the library, those that say most about the target.
 _MOST_VARIABLES: Final = 30
+#: Most formulas of the library, about.
+LIBRARY_SIZE: Final = 12_000
+#: Most pairs that an engine keeps, and bytes in which its threads weigh pairs.
+_MOST_KEPT: Final = 600
+_WEIGHER_BYTES: Final = 16 << 20
 #: Formulas of the first library, and steps after which it has twice as many.
 _FIRST_SIZE: Final = 1_000
 _DOUBLING: Final = 6
@@ -152,10 +157,14 @@ class Table:
 
     def reciprocals(self) -> Table:
         """Return 1/f of each f that is not too close to 0."""
-        far = np.abs(self.values).min(axis=1) > ROUND
-        part = Table.of(self.formulas[far], 1.0 / self.values[far].astype(float))
-        scales = part.scales / self.scales[far]
-        return Table(part.formulas, part.values, scales, ~part.inverted, part.argument)
+        parts = [self[:0]]
+        for start in range(0, len(self), _EVALUATED):
+            some = self[start : start + _EVALUATED]
+            some = some[np.abs(some.values).min(axis=1) > ROUND]
+            part = Table.of(some.formulas, 1.0 / some.values.astype(float))
+            scales = part.scales / some.scales
+            parts.append(Table(part.formulas, part.values, scales, ~part.inverted, part.argument))
+        return Table.merged(parts)
 
     def distinct(self) -> Table:
         """Order by size, and leave out what has the values, to a factor, of one before."""
@@ -205,11 +214,12 @@ def structure_length(sizes: Sequence[int], symbols: int) -> float:
     return sum(sizes) * math.log(symbols) - math.lgamma(len(sizes) + 1)
 
 
-def bytes_needed(rows: int, size: int, weigher: Weigher) -> int:
-    """Return the bytes that a `PairSearch` with a library of this size needs at most."""
-    tables = (2 * size + 2 * size + size) * rows * 4  # library and reciprocals, copied once; f(c u)
-    kept = weigher.kept * rows * 8 * 24
-    return tables + kept + 2 * _EVALUATED * rows * 8 + weigher.bytes_needed(rows, weigher.kept)
+def bytes_needed(rows: int, size: int = LIBRARY_SIZE) -> int:
+    """Return the bytes of this host that a `PairSearch` with a library of a size needs at most."""
+    # The library and its reciprocals, copied twice, beside the one before; or f(c u).
+    tables = 10 * size * rows * 4 + 400 * size
+    pairs = (8 * _EVALUATED + 24 * _MOST_KEPT) * rows * 8
+    return tables + pairs + _WEIGHER_BYTES
 
 
 @dataclass(slots=True, kw_only=True)
@@ -234,7 +244,7 @@ class PairSearch:
     width: int
     """Most tokens of a formula."""
     form: Form = Form.SCALED
-    size: int = 12_000
+    size: int = LIBRARY_SIZE
     """Most formulas of the library, about."""
     pairs: int = 0
     """Pairs that have been weighed."""

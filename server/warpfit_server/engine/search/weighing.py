@@ -127,7 +127,7 @@ class Weigher(Protocol):
     def prepared(self, values: Singles) -> Any:
         """Return values of formulas, [formulas, rows], in the form in which `best` takes them.
 
-        What is prepared once may be used by many calls.
+        Its length is the number of formulas. What is prepared once may be used by many calls.
         """
 
     def best(

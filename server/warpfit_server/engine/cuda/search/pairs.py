@@ -16,6 +16,7 @@ CPU engine does, so that the pairs of both are the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Final, NamedTuple
 
@@ -76,12 +77,17 @@ def load(device: CudaDevice) -> None:
     source.cached(device.architecture, device.cache_directory)
 
 
-class _Held(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
     """Formulas on the device and on the host."""
 
     values: Singles
     memory: Any
     """CuPy's pointer to the same numbers."""
+
+    def __len__(self) -> int:
+        """Count the formulas."""
+        return len(self.values)
 
 
 class _Tile(NamedTuple):

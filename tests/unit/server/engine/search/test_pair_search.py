@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from warpfit import parse
+from warpfit.dataset import Layout
 from warpfit.expressions import reference
 from warpfit.ir import Population
 from warpfit.ops import OPERATORS
-from warpfit.searching import Form
+from warpfit.searching import Form, SearchRequest
 from warpfit_server.engine.cpu.pairs import CpuWeigher
 from warpfit_server.engine.interface import run_to_end
+from warpfit_server.engine.search import pairs
 from warpfit_server.engine.search.library import formulas_of, library, packed, relevant, tokens
 from warpfit_server.engine.search.pairs import PairSearch, bytes_needed, structure_length
 from warpfit_server.engine.search.views import factor_exponents, views
+from warpfit_server.limits import search_bytes
 
 NAMES = ("add", "sub", "mul", "div", "square", "sqrt", "exp", "log", "sin", "asin", "tanh")
 X = np.random.default_rng(0).uniform(1.0, 3.0, (60, 3)).T
@@ -160,10 +164,36 @@ def test_weights_are_those_of_the_rows(weigher):
     assert unexplained(found, target, weights / weights.sum()).min() < 1e-9
 
 
-def test_memory_grows_with_rows_and_formulas(weigher):
-    least = bytes_needed(512, 12_000, weigher)
-    assert 512 * 12_000 * 4 < least < 512 * 12_000 * 4 * 8
-    assert bytes_needed(512, 24_000, weigher) > least
+@pytest.mark.parametrize(("rows", "size"), [(60, 2_000), (512, 1_000)])
+def test_a_search_takes_no_more_memory_than_is_admitted(weigher, monkeypatch, rows, size):
+    monkeypatch.setattr(pairs, "_WEIGHER_BYTES", 4 << 20)
+    rng = np.random.default_rng(3)
+    X = rng.uniform(1.0, 3.0, (3, rows))
+
+    def values(formulas):
+        yield None
+        return rng.normal(3.0, 1.0, (len(formulas), rows))  # all differ, so that none is left out
+
+    tracemalloc.start()
+    try:
+        target = np.exp(X[0]) + rng.normal(size=rows)
+        search = search_of(weigher, target, X=X, values=values, size=size)
+        for _ in range(14):
+            run_to_end(search.step(search.library[:20]))
+        run_to_end(search.sums(NONE))
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert bytes_needed(rows, size) // 8 < most < bytes_needed(rows, size)
+
+
+def test_memory_of_pairs_is_admitted_with_a_search():
+    layout = Layout(rows=512, variables=3, has_target=True, dtype=np.float64)
+    with_pairs, without = (
+        search_bytes(SearchRequest(bytes(32), pairs=pairs, max_generations=1), layout)
+        for pairs in (True, False)
+    )
+    assert with_pairs - without == bytes_needed(512)
 
 
 def test_sums_take_terms_one_after_the_other_and_stop_where_noise_begins(weigher):

@@ -65,3 +65,7 @@ def test_memory_is_what_was_said(weigher):
     run_to_end(weigher.best(fit, left, [held], 50))
     own = sum(memory.mem.size for memory in weigher._memory.values())
     assert own <= weigher.bytes_needed(96, 50) + 512 * len(weigher._memory)
+
+
+def test_what_is_prepared_has_the_length_that_pairs_are_counted_by(weigher):
+    assert len(weigher.prepared(np.ones((7, 5), np.float32))) == 7
