@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset, Layout
-from warpfit.errors import CancelledError
+from warpfit.errors import CancelledError, InvalidArgumentError
 from warpfit.fitting import FitRequest, FitResult, FitSettings
 from warpfit.ir import Batch, Population
 from warpfit.losses import LossFunction, TargetStatistics
@@ -184,8 +184,12 @@ class _Search:
         self._rng = np.random.default_rng(request.seed)
         self._loss: LossFunction = request.loss_function
         self._archive = _Archive()
-        self._target = float(self._signed(request.target_loss))
+        # A score that is not asked for is minus infinity, too.
+        none = request.target_loss == -math.inf
+        self._asked = -math.inf if none else float(self._signed(request.target_loss))
+        self._target = self._asked
         """Loss on the screening rows at which all rows are asked."""
+        self._constant = self._constant_of(0.0, math.inf)
         self._loaded: list[bytes] = []
         self._colony: Colony | None = None
         self._pairing: PairSearch | None = None
@@ -216,11 +220,13 @@ class _Search:
         self._statistics = TargetStatistics.of_rows(self._rows, slice(0, len(rows)))
         self._screening = self._screen(rows, columns)
         if self._screening.spread == 0.0:  # the constant is exact, and nothing gets better
-            is_asked = self._signed(request.target_loss) >= 0.0
-            return self._progress(SearchReason.TARGET_LOSS if is_asked else SearchReason.IDLE)
+            self._constant = self._constant_of(self._screening.mean, 0.0)
+            is_met = self._asked >= 0.0
+            return self._progress(SearchReason.TARGET_LOSS if is_met else SearchReason.IDLE)
         given = self._grammar, self._units, self._screening, settings
         colony = self._colony = new_colony(*given)
         try:
+            yield from self._fit_constant(self._rows)
             reason = yield from self._within_time(self._search(colony, columns, new_weigher))
             yield from self._fit((yield from colony.best()))
         except CancelledError:
@@ -275,7 +281,7 @@ class _Search:
         if not self._has_more_rows:
             return True
         losses = yield from self._losses_of_all_rows()
-        if float(np.nanmin(losses, initial=math.inf)) <= self._signed(self._request.target_loss):
+        if float(np.nanmin(losses, initial=math.inf)) <= self._asked:
             return True
         self._target = 0.1 * self._archive.best()
         return False
@@ -445,7 +451,10 @@ class _Search:
     def _fit_all_rows(self) -> Steps[None]:
         """Fit the front on all rows of the request, as well as the time allows."""
         found = self._archive.front()
-        if not self._has_more_rows or not found:
+        if not self._has_more_rows:
+            return
+        if not found:
+            yield from self._fit_constant(self._dataset)
             return
         front = self._front()
         deadline = None
@@ -493,12 +502,7 @@ class _Search:
 
     def _front(self) -> Front:
         """Return the archive's front, or the best constant if it is empty."""
-        found = self._archive.front()
-        if not found:
-            constant = np.array([PARAMETER], np.uint8)
-            mean = float(self._screening.weights @ self._screening.target)
-            squares = self._screening.spread
-            found = [(1, _Entry(constant, np.zeros(1), np.array([mean]), squares))]
+        found = self._archive.front() or [(1, self._constant)]
         entries = [entry for _, entry in found]
         batch = Batch(
             np.concatenate([entry.codes for entry in entries]),
@@ -518,6 +522,13 @@ class _Search:
         rows = np.arange(start, stop)
         if self._dataset.weights is not None:
             rows = rows[self._dataset.weights[start:stop] > 0]
+        if not len(rows):
+            raise InvalidArgumentError(
+                f"none of the rows {start} to {stop - 1} has a weight",
+                "NO_ROWS",
+                "Give a weight above 0 to some of them",
+                "rows",
+            )
         if len(rows) > self._request.screening_rows:
             rows = np.sort(self._rng.choice(rows, self._request.screening_rows, replace=False))
         return rows
@@ -598,6 +609,22 @@ class _Search:
         if len(back):
             assert self._colony is not None
             yield from self._colony.insert(fitted.take(back), found.places[back])
+
+    @staticmethod
+    def _constant_of(number: float, loss: float) -> _Entry:
+        """Return a constant as a formula of the archive."""
+        return _Entry(np.array([PARAMETER], np.uint8), np.zeros(1), np.array([number]), loss)
+
+    def _fit_constant(self, rows: Dataset) -> Steps[None]:
+        """Fit the constant that is the front as long as the archive is empty."""
+        start = self._constant_of(self._screening.mean, 0.0)
+        one = np.ones(1, np.uint32)
+        batch = Batch(
+            start.codes, start.values, one, parameter_counts=one, parameters=start.parameters
+        )
+        result = yield from self._optimize(rows, batch, self._request.fit_iterations)
+        loss = float(self._signed(result.losses.reshape(-1))[0])
+        self._constant = self._constant_of(float(result.parameters[0]), loss)
 
     def _with_parameters(self, genomes: Genomes) -> Batch:
         """Return whole formulas, with parameters for their constants, slope and intercept."""

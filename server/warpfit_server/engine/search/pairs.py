@@ -776,6 +776,6 @@ def _selected(
     for count in range(len(found) - 1, 0, -1):
         _, more = found[count]
         fewer = [[each for each in more if each != place] for place in more]
-        found[count - 1] = min(found[count - 1], *((sums.score(each), each) for each in fewer))
+        found[count - 1] = min([found[count - 1], *((sums.score(each), each) for each in fewer)])
         yield None
     return found
