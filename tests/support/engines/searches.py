@@ -14,7 +14,7 @@ from warpfit.expressions.reference import evaluate_program
 from warpfit.ir import Batch, Program
 from warpfit.losses import Loss
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
-from warpfit.searching import Rules, SearchProgress, SearchRequest
+from warpfit.searching import Front, Rules, SearchProgress, SearchRequest
 from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import Steps, run_to_end
 from warpfit_server.engine.search.genome import fitted_numbers
@@ -99,20 +99,10 @@ def check_front(found: SearchProgress, asked: SearchRequest, data: Dataset) -> N
     """Check that a front is one, and that its losses are true and its formulas allowed."""
     front = found.front
     losses = front.losses if not asked.loss_function.is_score else -front.losses
-    assert len(front.batch) == len(front.sizes) == len(losses) > 0
+    assert len(front.batch) == len(front.sizes) == len(losses)
     assert (np.diff(front.sizes) > 0).all()
     assert (np.diff(losses) < 0).all()
-    start, stop = asked.row_range(data.layout)
-    target, X = data.target[start:stop], data.variables[:, start:stop].astype(np.float64)
-    weights = np.ones(stop - start) if data.weights is None else data.weights[start:stop]
-    rows = weights > 0
-    if asked.custom_loss is None and asked.loss is Loss.MSE:
-        mean = np.average(target[rows], weights=weights[rows])
-        floor = 1e-20 * (np.abs(target[rows]).max() ** 2 + mean**2)
-        for (program, parameters), loss in zip(programs_of(front.batch), losses, strict=True):
-            values = np.broadcast_to(evaluate_program(program, X, parameters), len(target))
-            error = np.average(np.square(values - target)[rows], weights=weights[rows])
-            np.testing.assert_allclose(loss, error, rtol=1e-6, atol=floor)
+    check_losses(front, asked, data)
     fitted = fitted_numbers(asked)
     for tree, size in zip(inner_trees(found, fitted), front.sizes, strict=True):
         complexities = asked.rules.complexities
@@ -122,6 +112,43 @@ def check_front(found: SearchProgress, asked: SearchRequest, data: Dataset) -> N
             assert _names(tree) <= set(asked.operators)
             assert keeps_rules(tree, asked)
             assert keeps_units(tree, asked)
+
+
+def check_losses(front: Front, asked: SearchRequest, data: Dataset) -> None:
+    """Check the losses of a front against those of its formulas in NumPy's float64.
+
+    Rounding of the formulas' numbers, and of a device's functions, is allowed for.
+    """
+    if asked.custom_loss is not None:
+        return
+    start, stop = asked.row_range(data.layout)
+    rows = np.arange(start, stop)
+    if data.weights is not None:
+        rows = rows[data.weights[start:stop] > 0]
+    target, X = data.target[rows].astype(np.float64), data.variables[:, rows].astype(np.float64)
+    weights = np.ones(len(rows)) if data.weights is None else data.weights[rows].astype(np.float64)
+    rounding = 1e-15 if data.layout.dtype == np.float64 else 1e-6
+    for (program, parameters), loss in zip(programs_of(front.batch), front.losses, strict=True):
+        expected, *nearby = (
+            _loss(asked.loss, evaluate_program(program, X, parameters * factor), target, weights)
+            for factor in (1.0, 1.0 + rounding, 1.0 - rounding)
+        )
+        allowed = 1e3 * np.abs(np.subtract(nearby, expected)).max() + 1e-18 * target.var()
+        np.testing.assert_allclose(loss, expected, rtol=max(1e-9, 10 * rounding), atol=allowed)
+
+
+def _loss(loss: Loss | None, values: Floats, target: Floats, weights: Floats) -> float:
+    errors = np.broadcast_to(values, target.shape) - target
+    square = float(np.average(np.square(errors), weights=weights))
+    around = target - np.average(target, weights=weights)
+    spread = float(np.average(np.square(around), weights=weights))
+    return {
+        Loss.MSE: lambda: square,
+        Loss.RMSE: lambda: square**0.5,
+        Loss.MAE: lambda: float(np.average(np.abs(errors), weights=weights)),
+        Loss.NMSE: lambda: square / spread,
+        Loss.R2: lambda: 1.0 - square / spread,
+    }[loss or Loss.MSE]()
 
 
 def _size(tree: Tree, complexities: Any) -> int:

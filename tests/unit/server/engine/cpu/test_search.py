@@ -8,21 +8,30 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from support.engines.searches import Searches, front_of, inner_trees, programs_of
+from support.engines.searches import (
+    Searches,
+    check_front,
+    front_of,
+    inner_trees,
+    programs_of,
+)
 from warpfit.dataset import Dataset
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, UnimplementedError
 from warpfit.expressions.reference import evaluate_program
 from warpfit.ir import Batch, Population
 from warpfit.losses import Loss, huber
 from warpfit.ops import CONSTANT, OPERATORS
 from warpfit.parse import parse
-from warpfit.searching import Form, Rules, SearchReason, SearchRequest, Units
+from warpfit.searching import Form, Rules, SearchReason, SearchRequest, Template, Units
+from warpfit.server_info import Limits
 from warpfit_server.engine.cpu import engine as cpu
 from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.cpu.colony import CpuColony
 from warpfit_server.engine.interface import run_to_end
+from warpfit_server.engine.search import driver
 from warpfit_server.engine.search.colony import ColonySettings, Genomes, Screening
 from warpfit_server.engine.search.genome import fitted_numbers, new_grammar, new_units
+from warpfit_server.limits import check_search
 
 
 @pytest.fixture(scope="module")
@@ -267,6 +276,41 @@ def test_a_constant_target_has_a_constant(search):
     assert search(constant, target_loss=0.0).reason is SearchReason.TARGET_LOSS
 
 
+def test_a_constant_is_judged_on_all_rows(search):
+    """Hardly any screening rows see the rows that differ."""
+    data = table(400)
+    y = np.where(np.arange(400) == 7, 5.0, 1.0)
+    rare = Dataset.of(data.variables.T, y, dtype="float64")
+    found = search(rare, screening_rows=4, target_loss=1e-9)
+    assert found.reason is SearchReason.IDLE
+    assert found.front.losses[0] == pytest.approx(y.var())
+
+
+@pytest.mark.parametrize("scale", [1e155, 1e-160])
+def test_targets_whose_squares_leave_float64_are_refused(search, scale):
+    data = table()
+    with pytest.raises(InvalidArgumentError) as caught:
+        search(Dataset.of(data.variables.T, scale * data.target, dtype="float64"))
+    assert caught.value.reason == "TARGET_OUT_OF_RANGE"
+    assert search(Dataset.of(data.variables.T, np.full(60, scale), dtype="float64")).formulas == 0
+
+
+def test_a_target_that_is_not_finite_is_refused(search):
+    data = table()
+    y = np.where(np.arange(60) == 3, np.nan, data.target)
+    with pytest.raises(InvalidArgumentError) as caught:
+        search(Dataset.of(data.variables.T, y, dtype="float64"))
+    assert caught.value.reason == "TARGET_NOT_FINITE"
+
+
+def test_columns_of_more_variables_than_a_grammar_holds_have_units(search):
+    rng = np.random.default_rng(4)
+    X = rng.normal(size=(20, 1_500))
+    units = Units(np.tile(np.eye(7)[0], (1_500, 1)), np.eye(7)[0], dimensionless_constants=True)
+    found = search(Dataset.of(X, X[:, 7], dtype="float64"), units=units, max_generations=3)
+    assert len(found.front.batch) > 0
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_fewer_rows_than_parameters(search, rows):
     found = search(table(rows))
@@ -316,6 +360,42 @@ def test_a_range_of_rows(search):
     y[:50] = 1e6
     found = search(Dataset.of(data.variables.T, y, dtype="float64"), rows=(50, 120))
     assert found.front.losses[-1] < 0.1 * spread(data)
+
+
+def test_every_progress_has_the_losses_of_all_rows(search, monkeypatch):
+    monkeypatch.setattr(driver, "_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(driver, "_REPORT_SHARE", np.inf)
+    data = table(400, noise=0.5)
+    asked = search.request(data, screening_rows=16)
+    search.datasets.load(data)
+    reported = []
+    run_to_end(search.begin(asked, report=reported.append))
+    search.datasets.unload(data.content_id)
+    assert len(reported) == 12
+    for found in reported:
+        check_front(found, asked, data)
+
+
+def test_without_a_formula_that_has_the_unit_of_the_target_a_front_is_empty(search):
+    """A constant has no unit, and rules forbid the product."""
+    metre = np.eye(7)[0]
+    units = Units(np.tile(metre, (3, 1)), 2 * metre, dimensionless_constants=True)
+    data = table()
+    asked = search.request(data, ("add", "mul"), {"arguments": {"mul": (1, 1)}, "max_size": 2})
+    search.datasets.load(data)
+    found = run_to_end(search.begin(replace(asked, units=units)))
+    search.datasets.unload(data.content_id)
+    assert len(found.front.batch) == len(found.front.losses) == 0
+
+
+@pytest.mark.parametrize("name", ["template", "group"])
+def test_what_no_engine_searches_for_is_refused(search, name):
+    data = table()
+    template = Template(parse("x4"), ((0,),))
+    asked = replace(search.request(data), **{name: {"template": template, "group": 2}[name]})
+    with pytest.raises(UnimplementedError) as caught:
+        check_search(asked, data.layout, Limits(), 1 << 40)
+    assert (caught.value.reason, caught.value.field) == ("SEARCH_NOT_SUPPORTED", name)
 
 
 # ----------------------------------------------------------------------------------------- guesses
