@@ -542,7 +542,8 @@ class Client:
             DeadlineExceededError: if ``timeout`` passes before any formula was found.
             UnavailableError: if the server is lost for longer than the retry policy waits, and
                 ``partial`` is not set.
-            UnimplementedError: if the server, or its engine, runs no searches.
+            UnimplementedError: if the server, or its engine, runs no searches, or none with a
+                template or groups.
         """
         arguments.check_keywords(options, SearchOptions)
         deadline = deadline_of(options.get("timeout"))

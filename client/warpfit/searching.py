@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
@@ -37,6 +37,11 @@ MOST_FUNCTIONS: Final = 8
 _MOST_ISLANDS: Final = 1 << 16
 _MOST_ITERATIONS: Final = 10_000
 _UINT64: Final = 2**64 - 1
+#: Combinations of dimensions that are looked at for an operator, rounds of operators, and relative
+#: difference of dimensions that are taken for the same.
+_MOST_COMBINED: Final = 3_000
+_MOST_ROUNDS: Final = 16
+_SAME_UNIT: Final = 1e-6
 #: Part of a unit that rounding may leave where the others have none.
 _ROUNDING: Final = 1e-9
 
@@ -154,6 +159,43 @@ class Units:
                 "Check the units, add a variable, or let constants have units",
                 "units",
             )
+
+    def check_operators(self, operators: Sequence[str], used: Sequence[int]) -> None:
+        """Check that operators take some of the variables that are used to the target's dimension.
+
+        All dimensions that formulas may have are made, operator by operator, until there are no
+        more, or too many to look at: then a formula may exist.
+
+        Raises:
+            InvalidArgumentError: if no formula has the dimension of the target.
+        """
+        # Imported on first use, because it is not needed without units.
+        from warpfit.formulas.units import joined
+
+        if self.target is None or not self.dimensionless_constants:
+            return
+        roots = np.sqrt([2, 3, 5, 7, 11, 13, 17])  # dimensions as in `warpfit.formulas.units`
+        target = self.target @ roots
+        found, known = np.append(self.variables[list(used)] @ roots, 0.0), np.empty(0)
+        for _ in range(_MOST_ROUNDS):
+            found = found[np.unique(np.round(found, 6), return_index=True)[1]]
+            if np.abs(found - target).min() < _SAME_UNIT * (1 + abs(target)):
+                return
+            if len(found) == len(known):
+                raise InvalidArgumentError(
+                    "no formula of the operators and variables has the unit of the target",
+                    "UNSATISFIABLE",
+                    "Check the units, add an operator such as mul, or let constants have units",
+                    "units",
+                )
+            known = found
+            for operator in map(OPERATORS.__getitem__, operators):
+                if len(known) ** operator.arity > _MOST_COMBINED:
+                    return
+                operands = [part.ravel() for part in np.meshgrid(*[known] * operator.arity)]
+                a, b, c = (*operands, *operands[:1] * 2)[:3]
+                made = joined(np.full(len(a), operator.code, np.uint8), a, b, c)
+                found = np.append(found, made[np.isfinite(made)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -293,7 +335,11 @@ class SearchRequest:
         if self.template is not None:
             self.template.check(layout.variables, self.group)
         if self.units is not None:
-            self.units.check(layout.variables, self.columns(layout))
+            columns = self.columns(layout)
+            self.units.check(layout.variables, columns)
+            if self.template is None:
+                used = [name for name in self.operators if self.rules.counts.get(name) != 0]
+                self.units.check_operators(used, columns)
         if self.guesses is not None:
             self._check_guesses(self.guesses, layout)
 

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from warpfit.dataset import Layout
-from warpfit.errors import InvalidArgumentError, ResourceExhaustedError
+from warpfit.errors import InvalidArgumentError, ResourceExhaustedError, UnimplementedError
 from warpfit.fitting import FitRequest, Method, Missing
 from warpfit.ir import Batch
 from warpfit.request import MOST_WHOLE_BYTES, Evaluation
@@ -269,6 +269,7 @@ def check_search(request: SearchRequest, layout: Layout, limits: Limits, availab
 
     Raises:
         InvalidArgumentError: as `SearchRequest.check`.
+        UnimplementedError: for a template or groups, which engines do not know yet.
     """
     if request.guesses is not None:
         check_batch(request.guesses, limits)
@@ -283,6 +284,14 @@ def check_search(request: SearchRequest, layout: Layout, limits: Limits, availab
                 available=_GUESSED_TOKENS,
             )
     request.check(layout)
+    for name in ("template", "group"):
+        if getattr(request, name) is not None:
+            raise UnimplementedError(
+                f"this server's engines search for no formulas with a {name}",
+                "SEARCH_NOT_SUPPORTED",
+                f"Leave the {name} out; warpfit.sklearn.SymbolicRegressor has it",
+                name,
+            )
     needed = search_bytes(request, layout)
     if needed > available:
         raise ResourceExhaustedError(

@@ -5,8 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from support.engines.searches import Searches
+from support.suites.searches import (  # noqa: F401
+    host,
+    test_a_colony_is_that_of_the_cpu,
+    test_a_formula_that_is_better_takes_a_place,
+    test_a_search_has_the_same_front_again,
+    test_sizes_on_a_device,
+    test_small_colonies_on_a_device,
+)
 from warpfit.dataset import Dataset
-from warpfit.searching import Front, Rules, SearchRequest
+from warpfit.searching import Front, Rules, SearchReason, SearchRequest
 from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import run_to_end
@@ -50,3 +59,15 @@ def test_rules_hold_in_every_row(engine: CudaEngine):
 def test_a_law_is_found(engine: CudaEngine):
     front = searched(engine, max_generations=150, seed=1)
     assert front.losses.min() < 1.2e-4  # the noise has 1e-4
+
+
+def test_a_large_search_meets_a_target_loss(engine: CudaEngine):
+    """On all rows, of which it screens some."""
+    rng = np.random.default_rng(2)
+    X = rng.uniform(0.3, 3.0, size=(5_000, 4))
+    data = Dataset.of(X, X[:, 0] * X[:, 1] - np.square(X[:, 2]), dtype="float32")
+    found = Searches(engine)(
+        data, population=1 << 16, islands=0, max_generations=500, target_loss=1e-6
+    )
+    assert found.reason is SearchReason.TARGET_LOSS
+    assert found.generations < 500

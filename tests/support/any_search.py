@@ -24,7 +24,7 @@ LOSSES = ("mse", "mae", "rmse", "huber", "r2", "poisson", "log_cosh", "abs(f - y
 TEMPLATES = ("f(x1)*exp(-g(x1))", "p1*f(x1) + 2", "f(x1) + f(x1 + 1)")
 
 
-_TARGETS = (
+TARGETS = (
     *("noise", "t", "constant", "zero", "integers", "sum"),
     *("pole", "huge", "tiny", "outlier", "lognormal"),
 )
@@ -40,7 +40,7 @@ class AnySearch:
     weights: Any
 
 
-def _target(kind: str, X: Any, rng: np.random.Generator) -> Any:
+def target_of(kind: str, X: Any, rng: np.random.Generator) -> Any:
     rows = len(X)
     column = X[:, 0].astype(float)
     return {
@@ -58,7 +58,7 @@ def _target(kind: str, X: Any, rng: np.random.Generator) -> Any:
     }[kind]()
 
 
-def _table(kind: str, rows: int, columns: int, rng: np.random.Generator) -> Any:
+def table_of(kind: str, rows: int, columns: int, rng: np.random.Generator) -> Any:
     return {
         "uniform": lambda: rng.uniform(size=(rows, columns)),
         "normal": lambda: rng.normal(size=(rows, columns)),
@@ -77,7 +77,7 @@ def searches(draw: st.DrawFn, longest: float) -> AnySearch:
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
     rows = draw(st.sampled_from([1, 2, 3, 5, 10, 30, 45, 60]))
     columns = draw(st.integers(1, 4))
-    X = _table(
+    X = table_of(
         draw(
             st.sampled_from(
                 ["uniform", "normal", "integers", "constant", "equal", "far", "huge", "line"]
@@ -87,7 +87,7 @@ def searches(draw: st.DrawFn, longest: float) -> AnySearch:
         columns,
         rng,
     )
-    y = _target(
+    y = target_of(
         draw(
             st.sampled_from(
                 [

@@ -102,10 +102,11 @@ class SearchOptions(TypedDict, total=False):
     form: Form | str
     """``"scaled"`` (default) for a + b f with the best slope and intercept, ``"plain"`` for f."""
     template: Template | None
-    """Outer form of the formula instead of ``form``, a `warpfit.searching.Template`."""
+    """Outer form of the formula instead of ``form``, a `warpfit.searching.Template`. Engines do not
+    know it yet, and refuse it."""
     group: str | int | None
     """Name or index of the variable that numbers the groups of rows: all constants differ by group,
-    and formulas do not use it."""
+    and formulas do not use it. Engines do not know it yet, and refuse it."""
     guesses: Any
     """Expressions that the search begins with, as for `evaluate`; their numbers and parameters are
     starts of a fit. A `warpfit.Batch` has the starts of its parameters."""

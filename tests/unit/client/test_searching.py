@@ -94,6 +94,10 @@ WRONG = [
     ("BAD_UNITS", "units", {"units": Units(EXPONENTS, LENGTH[:3])}),
     ("UNSATISFIABLE", "units", {"units": Units(EXPONENTS, MASS_AND_CURRENT, True)}),
     ("UNSATISFIABLE", "units", {"units": Units(EXPONENTS, LENGTH, True), "variables": (1, 2)}),
+    (
+        *("UNSATISFIABLE", "units"),
+        {"units": Units(EXPONENTS, 3 * EXPONENTS[0], True), "operators": {"add": 1.0, "exp": 1.0}},
+    ),
     ("BAD_TEMPLATE", "template", {"template": Template(FORM, ())}),
     ("BAD_TEMPLATE", "template", {"template": Template(FORM, ((0,),))}),
     ("BAD_TEMPLATE", "template", {"template": Template(FORM, ((0,), (1,), (2,)))}),

@@ -333,7 +333,7 @@ class CpuColony:
         one["fitted"] = screening.fitted
         one["floor"] = LOSS_FLOOR[screening.itemsize]
         one["least_spread"] = LEAST_SPREAD[screening.itemsize]
-        one["spread"], one["mean"] = screening.spread, screening.weights @ screening.target
+        one["spread"], one["mean"] = screening.spread, screening.mean
 
     def populate(self) -> Steps[None]:
         """Fill all islands with random formulas."""

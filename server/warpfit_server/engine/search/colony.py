@@ -103,10 +103,14 @@ class Screening:
     """Numbers around f that are fitted: 2 for slope and intercept, 1 for a slope, 0 for none."""
 
     @property
+    def mean(self) -> float:
+        """Mean of the target; that of a constant one is exact."""
+        return float(self.target[0] + self.weights @ (self.target - self.target[0]))
+
+    @property
     def spread(self) -> float:
         """Variance of the target; 0 of a constant one."""
-        mean = float(self.weights @ self.target)
-        return float(self.weights @ np.square(self.target - mean))
+        return float(self.weights @ np.square(self.target - self.mean))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset, Layout
-from warpfit.errors import CancelledError
+from warpfit.errors import CancelledError, InvalidArgumentError
 from warpfit.fitting import FitRequest, FitResult, FitSettings
 from warpfit.ir import Batch, Population
 from warpfit.losses import LossFunction, TargetStatistics
@@ -63,8 +63,9 @@ from warpfit_server.engine.search.pairs import PairSearch
 from warpfit_server.engine.search.weighing import Weigher
 
 Floats = NDArray[np.float64]
-#: Seconds between two reports.
+#: Least seconds between two reports, and part of the time that they take where rows are many.
 _REPORT_SECONDS: Final = 1.0
+_REPORT_SHARE: Final = 0.05
 #: Formulas of each island that are fitted at a time, and rounds of fits after which the best
 #: formula of each size is fitted, too.
 _CHAMPIONS: Final = 12
@@ -83,6 +84,11 @@ _MANY_ROWS: Final = 4
 #: Numbers beyond which, or whose relative spread below which, float32 loses digits that matter.
 _SINGLE_RANGE: Final = (1e-12, 1e12)
 _SINGLE_SPREAD: Final = 1e-3
+#: Variances of a target between which those of its errors keep their digits.
+_TARGET_RANGE: Final = (1e-280, 1e280)
+#: Numbers of a pass over rows or columns, and formulas of a fit, between two looks at the queue.
+_ROWS_AT_ONCE: Final = 1 << 20
+_FITTED_AT_ONCE: Final = 1_024
 #: Greatest magnitude of a constant in the colony.
 _LARGEST_CONSTANT: Final = 1e15
 #: Improvement of a loss that counts.
@@ -184,8 +190,15 @@ class _Search:
         self._rng = np.random.default_rng(request.seed)
         self._loss: LossFunction = request.loss_function
         self._archive = _Archive()
-        self._target = float(self._signed(request.target_loss))
+        # A score that is not asked for is minus infinity, too.
+        none = request.target_loss == -math.inf
+        self._asked = -math.inf if none else float(self._signed(request.target_loss))
+        self._target = self._asked
         """Loss on the screening rows at which all rows are asked."""
+        self._constant = self._constant_of(0.0, math.inf)
+        """What the front is as long as the archive is empty; fitted on all rows."""
+        self._whole: _Archive | None = None
+        """The front as it was last fitted on all rows, if these are not the screening rows."""
         self._loaded: list[bytes] = []
         self._colony: Colony | None = None
         self._pairing: PairSearch | None = None
@@ -208,24 +221,27 @@ class _Search:
     ) -> Steps[SearchProgress]:
         """Run the search to its end."""
         request, self._settings = self._request, settings
-        rows = self._draw_rows()
-        columns = self._choose_columns(rows)
+        rows = yield from self._draw_rows()
+        columns = yield from self._choose_columns(rows)
         self._grammar = new_grammar(request, [columns])
         self._units = new_units(request, self._dataset.layout.variables)
-        self._rows = self._load_rows(rows, np.dtype(np.float64))
+        self._rows = yield from self._load_rows(rows, np.dtype(np.float64))
         self._statistics = TargetStatistics.of_rows(self._rows, slice(0, len(rows)))
-        self._screening = self._screen(rows, columns)
-        if self._screening.spread == 0.0:  # the constant is exact, and nothing gets better
-            is_asked = self._signed(request.target_loss) >= 0.0
-            return self._progress(SearchReason.TARGET_LOSS if is_asked else SearchReason.IDLE)
-        given = self._grammar, self._units, self._screening, settings
-        colony = self._colony = new_colony(*given)
+        self._screening = yield from self._screen(rows, columns)
+        spread = self._check_spread()
         try:
+            yield from self._fit_constant()
+            if spread == 0.0:  # nothing gets better on these rows
+                is_met = self._constant.loss <= self._asked
+                return self._progress(SearchReason.TARGET_LOSS if is_met else SearchReason.IDLE)
+            given = self._grammar, self._units, self._screening, settings
+            colony = self._colony = new_colony(*given)
             reason = yield from self._within_time(self._search(colony, columns, new_weigher))
-            yield from self._fit((yield from colony.best()))
+            if reason is not SearchReason.TARGET_LOSS or not self._has_more_rows:
+                yield from self._fit((yield from colony.best()))
+                yield from self._fit_all_rows(request.fit_iterations)
         except CancelledError:
             return self._progress(SearchReason.CANCELLED)
-        yield from self._fit_all_rows()
         return self._progress(reason)
 
     def _search(
@@ -273,23 +289,17 @@ class _Search:
         """
         if not self._has_more_rows:
             return True
-        losses = yield from self._losses_of_all_rows()
-        if float(np.nanmin(losses, initial=math.inf)) <= self._signed(self._request.target_loss):
+        yield from self._fit_all_rows(self._request.fit_iterations)
+        if self._whole is not None and self._whole.best() <= self._asked:
             return True
         self._target = 0.1 * self._archive.best()
         return False
-
-    def _losses_of_all_rows(self) -> Steps[Floats]:
-        """Return the losses of the front on all rows, as numbers that are less if better."""
-        front = self._front()
-        fit = yield from self._optimize(self._dataset, front.batch, 1)
-        return np.asarray(self._signed(fit.losses.reshape(-1)), np.float64)
 
     def _evolve(self, colony: Colony, settings: ColonySettings) -> Steps[SearchReason]:
         """Run generations and fits until the search ends; return why."""
         milestones = np.full(settings.islands, math.inf)
         begun = np.zeros(settings.islands, np.int64)
-        reported, improved, rounds = self._began, 0, 0
+        reported, pause, improved, rounds = self._began, _REPORT_SECONDS, 0, 0
         while (reason := self._ended()) is None:
             yield from colony.advance()
             self._generations += 1
@@ -302,9 +312,11 @@ class _Search:
                     yield from self._fit((yield from colony.best()))
                 yield from self._restart(colony, milestones, begun)
                 yield from self._pair(settings)
-            if time.monotonic() - reported >= _REPORT_SECONDS:
+            if (now := time.monotonic()) - reported >= pause:
+                yield from self._fit_all_rows(1)
                 self._report(self._progress(None))
                 reported = time.monotonic()
+                pause = max(_REPORT_SECONDS, (reported - now) / _REPORT_SHARE)
             yield None
         return reason
 
@@ -346,7 +358,7 @@ class _Search:
 
     @property
     def _all_rows(self) -> int:
-        start, stop = self._request.rows or (0, self._dataset.layout.rows)
+        start, stop = self._request.row_range(self._dataset.layout)
         return stop - start
 
     @property
@@ -448,29 +460,28 @@ class _Search:
         places = self._spread(len(fits), settings)
         yield from self._fit(Scored(genomes, np.zeros(len(fits)), places))
 
-    def _fit_all_rows(self) -> Steps[None]:
+    def _fit_all_rows(self, iterations: int) -> Steps[None]:
         """Fit the front on all rows of the request, as well as the time allows."""
         found = self._archive.front()
         if not self._has_more_rows or not found:
             return
-        front = self._front()
-        deadline = None
+        batch, deadline = self._batch_of(found), None
         if self._request.max_seconds:
             deadline = self._began + self._request.max_seconds
-        result = yield from self._optimize(
-            self._dataset, front.batch, max(1, self._request.fit_iterations), deadline
-        )
-        losses, edges = self._signed(result.losses.reshape(-1)), front.batch.parameter_starts
-        self._archive = _Archive()
+        result = yield from self._optimize(self._dataset, batch, iterations, deadline)
+        losses, edges = self._signed(result.losses.reshape(-1)), batch.parameter_starts
+        whole = _Archive()
         for place, (size, entry) in enumerate(found):
-            entry.parameters = result.parameters[edges[place] : edges[place + 1]]
-            entry.loss = float(losses[place])
-            self._archive.add(size, entry)
+            parameters = result.parameters[edges[place] : edges[place + 1]]
+            whole.add(size, replace(entry, parameters=parameters, loss=float(losses[place])))
+        self._whole = whole
 
-    def _screen(self, rows: NDArray[np.int64], columns: list[int]) -> Screening:
+    def _screen(self, rows: NDArray[np.int64], columns: list[int]) -> Steps[Screening]:
         """Load the screening rows in the type in which formulas are scored."""
         single = self._suits_float32(columns)
-        scoring = self._load_rows(rows, np.dtype(np.float32)) if single else self._rows
+        scoring = self._rows
+        if single:
+            scoring = yield from self._load_rows(rows, np.dtype(np.float32))
         target, weights = self._rows.target, self._rows.weights
         assert target is not None
         own = np.ones(len(rows)) if weights is None else weights.astype(np.float64)
@@ -498,47 +509,69 @@ class _Search:
         )
 
     def _front(self) -> Front:
-        """Return the archive's front, or the best constant if it is empty."""
-        found = self._archive.front()
-        if not found:
-            constant = np.array([PARAMETER], np.uint8)
-            mean = float(self._screening.weights @ self._screening.target)
-            squares = self._screening.spread
-            found = [(1, _Entry(constant, np.zeros(1), np.array([mean]), squares))]
+        """Return the front on all rows, or the best constant if there is none."""
+        archive = self._whole if self._has_more_rows else self._archive
+        found = [] if archive is None else archive.front()
+        if not found and self._is_constant_allowed:
+            found = [(1, self._constant)]
+        sizes = np.array([size for size, _ in found], np.int64)
+        losses = self._signed(np.array([entry.loss for _, entry in found]))
+        return Front(self._batch_of(found), sizes, losses)
+
+    @property
+    def _is_constant_allowed(self) -> bool:
+        """Whether a constant has the unit of the target."""
+        units = self._request.units
+        is_plain = units is not None and units.dimensionless_constants
+        return not (is_plain and int(self._units[0]) > 0)
+
+    @staticmethod
+    def _batch_of(found: Sequence[tuple[int, _Entry]]) -> Batch:
+        """Return formulas of an archive, each with its parameters."""
         entries = [entry for _, entry in found]
-        batch = Batch(
-            np.concatenate([entry.codes for entry in entries]),
-            np.concatenate([entry.values for entry in entries]),
+        return Batch(
+            np.concatenate([np.empty(0, np.uint8), *(entry.codes for entry in entries)]),
+            np.concatenate([np.empty(0), *(entry.values for entry in entries)]),
             np.array([len(entry.codes) for entry in entries], np.uint32),
             parameter_counts=np.array([len(entry.parameters) for entry in entries], np.uint32),
-            parameters=np.concatenate([entry.parameters for entry in entries]),
+            parameters=np.concatenate([np.empty(0), *(entry.parameters for entry in entries)]),
         )
-        sizes = np.array([size for size, _ in found], np.int64)
-        return Front(batch, sizes, self._signed(np.array([entry.loss for entry in entries])))
 
     # --------------------------------------------------------------------------------------- rows
 
-    def _draw_rows(self) -> NDArray[np.int64]:
+    def _draw_rows(self) -> Steps[NDArray[np.int64]]:
         """Draw the screening rows among those of the request that have a weight; ascending."""
-        start, stop = self._request.rows or (0, self._dataset.layout.rows)
-        rows = np.arange(start, stop)
-        if self._dataset.weights is not None:
-            rows = rows[self._dataset.weights[start:stop] > 0]
-        if len(rows) > self._request.screening_rows:
-            rows = np.sort(self._rng.choice(rows, self._request.screening_rows, replace=False))
+        start, stop = self._request.row_range(self._dataset.layout)
+        weights, most = self._dataset.weights, self._request.screening_rows
+        if weights is None:
+            if stop - start <= most:
+                return np.arange(start, stop)
+            return start + np.sort(
+                self._rng.choice(stop - start, most, replace=False, shuffle=False)
+            )
+        parts = [np.empty(0, np.int64)]
+        for first in range(start, stop, _ROWS_AT_ONCE):
+            parts.append(first + np.flatnonzero(weights[first : min(stop, first + _ROWS_AT_ONCE)]))
+            yield None
+        rows = np.concatenate(parts)
+        if not len(rows):
+            raise InvalidArgumentError(
+                f"none of the rows {start} to {stop - 1} has a weight",
+                "NO_ROWS",
+                "Give a weight above 0 to some of them",
+                "rows",
+            )
+        if len(rows) > most:
+            drawn = self._rng.choice(len(rows), most, replace=False, shuffle=False)
+            rows = rows[np.sort(drawn)]
         return rows
 
-    def _choose_columns(self, rows: NDArray[np.int64]) -> list[int]:
+    def _choose_columns(self, rows: NDArray[np.int64]) -> Steps[list[int]]:
         """Return the columns that formulas may use: at most as many as a grammar holds.
 
         Of more than that those whose ranks correlate best with those of the target.
         """
-        request, layout = self._request, self._dataset.layout
-        columns = [
-            column
-            for column in request.variables or range(layout.variables)
-            if column != request.group
-        ]
+        columns = [*self._request.columns(self._dataset.layout)]
         if len(columns) <= MOST_COLUMNS:
             return columns
         target = self._dataset.target
@@ -548,17 +581,53 @@ class _Search:
         for column in columns:
             own = np.argsort(np.argsort(self._dataset.variables[column][rows]))
             scores.append(abs(float((own - (len(rows) - 1) / 2) @ ranks)))
+            if len(scores) * len(rows) % _ROWS_AT_ONCE < len(rows):
+                yield None
         chosen = np.argsort(scores)[::-1][:MOST_COLUMNS]
         return sorted(columns[place] for place in chosen.tolist())
 
-    def _load_rows(self, rows: NDArray[np.int64], dtype: np.dtype[np.floating]) -> Dataset:
+    def _load_rows(self, rows: NDArray[np.int64], dtype: np.dtype[np.floating]) -> Steps[Dataset]:
         """Have the engine load some rows as a data set of their own."""
         layout: Layout = replace(self._dataset.layout, rows=len(rows), dtype=dtype)
-        matrix = np.ascontiguousarray(self._dataset.matrix[:, rows], dtype=dtype)
+        matrix = np.empty((len(self._dataset.matrix), len(rows)), dtype)
+        for first in range(0, len(matrix), max(1, _ROWS_AT_ONCE // len(rows))):
+            some = slice(first, first + max(1, _ROWS_AT_ONCE // len(rows)))
+            with np.errstate(over="ignore"):  # of what formulas do not use
+                matrix[some] = self._dataset.matrix[some, rows]
+            yield None
         loaded = Dataset.resident(layout, matrix, os.urandom(32))
         self._datasets.load(loaded)
         self._loaded.append(loaded.content_id)
         return loaded
+
+    def _check_spread(self) -> float:
+        """Return the variance of the target on the screening rows.
+
+        Raises:
+            InvalidArgumentError: if it is not finite, or loses its digits.
+        """
+        target = self._screening.target
+        if not np.isfinite(target).all():
+            raise InvalidArgumentError(
+                "the target has rows that are NaN or infinite",
+                "TARGET_NOT_FINITE",
+                "Leave these rows out, or give them the weight 0",
+                "target",
+            )
+        if np.ptp(target) == 0.0:
+            return 0.0
+        with np.errstate(over="ignore", under="ignore"):
+            spread = self._screening.spread
+        least, most = _TARGET_RANGE
+        if not least < spread < most:
+            raise InvalidArgumentError(
+                f"the variance of the target is {spread:.1e}, so squares of its errors leave the "
+                "range of float64",
+                "TARGET_OUT_OF_RANGE",
+                "Multiply the target by a power of 10 that takes it close to 1",
+                "target",
+            )
+        return spread
 
     def _suits_float32(self, columns: Sequence[int]) -> bool:
         """Return whether float32 tells the numbers of the columns apart, and their powers."""
@@ -574,8 +643,12 @@ class _Search:
 
     def _fit(self, found: Scored) -> Steps[None]:
         """Fit formulas on the screening rows; put them back, and into the archive."""
-        if not len(found.genomes):
-            return
+        for first in range(0, len(found.genomes), _FITTED_AT_ONCE):
+            some = slice(first, first + _FITTED_AT_ONCE)
+            genomes, losses, places = found
+            yield from self._fit_some(Scored(genomes.take(some), losses[some], places[some]))
+
+    def _fit_some(self, found: Scored) -> Steps[None]:
         batch = self._with_parameters(found.genomes)
         result = yield from self._optimize(self._rows, batch, self._request.fit_iterations)
         self._fits += len(batch)
@@ -604,6 +677,22 @@ class _Search:
         if len(back):
             assert self._colony is not None
             yield from self._colony.insert(fitted.take(back), found.places[back])
+
+    @staticmethod
+    def _constant_of(number: float, loss: float) -> _Entry:
+        """Return a constant as a formula of the archive."""
+        return _Entry(np.array([PARAMETER], np.uint8), np.zeros(1), np.array([number]), loss)
+
+    def _fit_constant(self) -> Steps[None]:
+        """Fit the constant on all rows."""
+        start = self._constant_of(self._screening.mean, 0.0)
+        result = yield from self._optimize(
+            self._dataset if self._has_more_rows else self._rows,
+            self._batch_of([(1, start)]),
+            self._request.fit_iterations,
+        )
+        loss = float(self._signed(result.losses.reshape(-1))[0])
+        self._constant = self._constant_of(float(result.parameters[0]), loss)
 
     def _with_parameters(self, genomes: Genomes) -> Batch:
         """Return whole formulas, with parameters for their constants, slope and intercept."""

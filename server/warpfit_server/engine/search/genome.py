@@ -259,10 +259,10 @@ def new_units(request: SearchRequest, variables: int) -> NDArray[np.int32]:
         return found
 
     def dimension(exponents: NDArray[np.float64]) -> int:
-        residues = zip(map(_residue, exponents.tolist()), _BASES, strict=True)
-        return sum(residue * base for residue, base in residues) % _PRIME
+        return sum(_residue(e) * base for e, base in zip(exponents, _BASES, strict=True)) % _PRIME
 
-    found[1:] = [dimension(exponents) for exponents in units.variables]
+    different, places = np.unique(units.variables, axis=0, return_inverse=True)
+    found[1:] = np.array([*map(dimension, different)])[places.reshape(-1)]
     # A slope that has any dimension takes f to that of the target.
     is_plain = request.form is Form.PLAIN and request.template is None
     if units.target is not None and (units.dimensionless_constants or is_plain):

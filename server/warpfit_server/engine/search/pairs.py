@@ -774,7 +774,7 @@ class _Selection:
             _, more = found[count]
             fewer = [[each for each in more if each != place] for place in more]
             scored = ((self._score(each), each) for each in fewer)
-            found[count - 1] = min(found[count - 1], *scored)
+            found[count - 1] = min([found[count - 1], *scored])
             yield None
         return found
 

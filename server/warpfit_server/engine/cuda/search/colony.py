@@ -55,7 +55,8 @@ from warpfit_server.engine.search.colony import (
 from warpfit_server.engine.search.kernel_language import cuda_source
 
 _TEMPLATE: Final = resources.files(__package__).joinpath("colony.cu").read_text()
-_COLONY: Final = argument_struct(_TEMPLATE, "Colony")
+#: As `colony.cu` has it.
+COLONY: Final = argument_struct(_TEMPLATE, "Colony")
 #: Widths of genomes for which kernels are compiled: they hold so many numbers for each thread.
 _WIDTHS: Final = (64, 128, genome.MOST_TOKENS)
 #: Formulas of a colony and of an island, where a request does not say.
@@ -74,7 +75,8 @@ _THREADS: Final = 128
 #: Programs that one block sorts by length before they are interpreted.
 _SORTED: Final = 4096
 _SCAN_THREADS: Final = 1024
-_KERNELS: Final = (
+#: Names of the kernels.
+KERNELS: Final = (
     *(
         "populate",
         "breed_children",
@@ -123,13 +125,13 @@ def colony_settings(request: SearchRequest) -> ColonySettings:
 def launch_colony(
     driver: NDArray[np.void], stream: int, kernel: int, blocks: int, threads: int, own: Any
 ) -> int:
-    """Launch a kernel on a record of `_COLONY`; return the driver's status."""
+    """Launch a kernel on a record of `COLONY`; return the driver's status."""
     return launch(driver, stream, kernel, (blocks, 1), (threads, 1), 0, own)
 
 
 def load() -> None:
     """Load the compiled function, or compile it."""
-    given = np.zeros(1, DRIVER), 0, 0, 0, 0, np.zeros(1, _COLONY)
+    given = np.zeros(1, DRIVER), 0, 0, 0, 0, np.zeros(1, COLONY)
     launch_colony.compile(tuple(map(numba.typeof, given)))
     genome.load()
 
@@ -174,14 +176,14 @@ class CudaColony:
         allowed = np.flatnonzero(grammar[genome.ALLOWED : genome.ALLOWED + 256])
         costly = any(kernels.costly >> int(code) & 1 for code in allowed)
         self._bounds = BatchBounds(levels, levels, costly)
-        self._functions = {name: module.get_function(name) for name in _KERNELS}
+        self._functions = {name: module.get_function(name) for name in KERNELS}
         self._context = device.new_stream()
         self._memory: list[Any] = []
         self._scored = 0
         self._own = self._record(grammar, units)
 
     def _record(self, grammar: NDArray[np.int32], units: NDArray[np.int32]) -> NDArray[Any]:
-        """Allocate the colony, and return the record of `_COLONY` that describes it."""
+        """Allocate the colony, and return the record of `COLONY` that describes it."""
         settings, screening = self._settings, self._screening
         count, sizes, width = settings.formulas, self._sizes, self.width
         self._tiles = cut_tiles(
@@ -189,7 +191,7 @@ class CudaColony:
         )
         pitch = int(self._tiles["count"][0]) * self._kernels.variant.tile
         chunk = min(_CHUNK, count)
-        own = np.zeros(1, _COLONY)
+        own = np.zeros(1, COLONY)
         for name, size in {
             "codes": count * width, "values": 4 * count * width, "lengths": 4 * count,
             "losses": 4 * count, "scores": 4 * count, "is_new": count,
@@ -228,7 +230,7 @@ class CudaColony:
         own["island"], own["islands"], own["sizes"] = settings.island, settings.islands, sizes
         own["rows"], own["pitch"] = len(screening.target), pitch
         own["fitted"] = screening.fitted
-        own["mean"], own["spread"] = screening.weights @ screening.target, screening.spread
+        own["mean"], own["spread"] = screening.mean, screening.spread
         own["floor"] = LOSS_FLOOR[screening.itemsize]
         own["least_spread"] = LEAST_SPREAD[screening.itemsize]
         self._first_invalid = self._context.pinned("first invalid", 4 * chunk)

@@ -25,7 +25,7 @@ from warpfit_server.engine.cuda.interpreter.source import (
 )
 from warpfit_server.engine.cuda.jit.graph import graph_source
 from warpfit_server.engine.cuda.runtime.driver_calls import argument_type
-from warpfit_server.engine.cuda.search import pairs
+from warpfit_server.engine.cuda.search import colony, pairs
 from warpfit_server.engine.cuda.search.pairs import pairs_source
 from warpfit_server.engine.interface import Arithmetic
 
@@ -39,6 +39,8 @@ DOUBLE_DERIVATIVES = Variant(Arithmetic.DOUBLE, 1)
 #: The interpreter's variant or that of derivatives, and whether these spill, by architecture; few
 #: rows a thread assemble sooner.
 INTERPRETED = {75: DOUBLE, 86: PRECISE, 89: FAST, 100: FAST}
+#: That of a search's colony, and the width of its genomes.
+COLONIES = {75: (DOUBLE, 128), 86: (FAST, 64), 90: (FAST, 256), 120: (DOUBLE, 256)}
 DIFFERENTIATED = {
     **{80: (PRECISE_DERIVATIVES, True), 90: (FAST_DERIVATIVES, True)},
     **{120: (DOUBLE_DERIVATIVES, False)},
@@ -47,7 +49,7 @@ DIFFERENTIATED = {
 
 #: Each kind of kernel once.
 USUAL = (75, 86, 90)
-FURTHER = sorted({*INTERPRETED, *DIFFERENTIATED} - {*USUAL})
+FURTHER = sorted({*INTERPRETED, *DIFFERENTIATED, *COLONIES} - {*USUAL})
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,9 @@ def test_kernels_assemble(architecture):
         kernels = ("linearise", "evaluate_invariants", "combine", "measure")
         kernels += () if spills else ("fit",)
         sources.append((derivative_source(variant, spills=spills), kernels))
+    if architecture in COLONIES:
+        source = colony.colony_source(*COLONIES[architecture])
+        sources.append((source, colony.KERNELS))
     for source, kernels in sources:
         cubin = source.compile(architecture)
         assert cubin.startswith(b"\x7fELF")
@@ -84,6 +89,7 @@ STRUCTS = [
     ("derivatives/derivatives.cu", "Arguments", derivatives.DERIVATIVE_ARGUMENTS),
     ("derivatives/derivatives.cu", "Program", PROGRAM),
     ("derivatives/fit.cu", "FitArguments", fits.FIT_ARGUMENTS),
+    ("search/colony.cu", "Colony", colony.COLONY),
     ("derivatives/statistics.cu", "StatisticsArguments", derivatives.STATISTICS_ARGUMENTS),
     ("search/pairs.cu", "Pairs", pairs.PAIRS),
 ]

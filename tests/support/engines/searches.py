@@ -1,0 +1,165 @@
+"""Searches by an engine without a server, and what has to hold of every front."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from support.engines.plain_search import Tree, keeps_rules, keeps_units, trees_of
+from warpfit.dataset import Dataset
+from warpfit.expressions.reference import evaluate_program
+from warpfit.ir import Batch, Program
+from warpfit.losses import Loss
+from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
+from warpfit.searching import Front, Rules, SearchProgress, SearchRequest
+from warpfit_server.engine.evaluation import LoadedDatasets
+from warpfit_server.engine.interface import Steps, run_to_end
+from warpfit_server.engine.search.genome import fitted_numbers
+
+Floats = NDArray[np.float64]
+#: A small search that finds simple laws. Pairs of short formulas take longer than all else.
+SMALL = {"population": 96, "islands": 3, "max_generations": 12, "fit_iterations": 5, "pairs": False}
+SIMPLE = ("add", "sub", "mul", "div", "square")
+
+
+class Searches:
+    """Runs searches on an engine, and checks that they leave nothing behind."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.datasets = engine, LoadedDatasets(engine)
+
+    def request(self, data: Dataset, operators=SIMPLE, rules=None, **options) -> SearchRequest:
+        """Return a checked request of `SMALL`, as far as the options say nothing else."""
+        asked = SearchRequest(
+            data.content_id, operators=dict.fromkeys(operators, 1.0), rules=Rules(**(rules or {})),
+            **(SMALL | options),
+        )  # fmt: skip
+        asked.check(data.layout)
+        return asked
+
+    def begin(
+        self,
+        asked: SearchRequest,
+        report: Callable[[SearchProgress], None] = lambda progress: None,
+        cancelled: NDArray[np.uint8] | None = None,
+    ) -> Steps[SearchProgress]:
+        """Begin a search of data that are loaded."""
+        flag = np.zeros(1, np.uint8) if cancelled is None else cancelled
+        return self.engine.search(asked, self.datasets, cancelled=flag, report=report)
+
+    def __call__(self, data: Dataset, operators=SIMPLE, rules=None, **options) -> SearchProgress:
+        """Search, and check the front."""
+        asked = self.request(data, operators, rules, **options)
+        self.datasets.load(data)
+        try:
+            found = run_to_end(self.begin(asked))
+            assert [*self.datasets._whole] == [data.content_id]
+        finally:
+            self.datasets.unload(data.content_id)
+        check_front(found, asked, data)
+        return found
+
+
+def front_of(found: SearchProgress) -> list[tuple[Any, ...]]:
+    """Return what a front has, to be compared with another one."""
+    batch = found.front.batch
+    return [
+        (int(size), float(loss), batch[k : k + 1].codes.tobytes(),
+         batch[k : k + 1].values.tobytes(), batch[k : k + 1].parameters.tobytes())
+        for k, (size, loss) in enumerate(zip(found.front.sizes, found.front.losses, strict=True))
+    ]  # fmt: skip
+
+
+def programs_of(batch: Batch) -> list[tuple[Program, Floats]]:
+    """Return the formulas of a front with their parameters."""
+    return [(batch.program(k), batch.program_parameters(k)[0]) for k in range(len(batch))]
+
+
+def inner_trees(found: SearchProgress, fitted: int) -> list[Tree]:
+    """Return f of each formula of a front, with constants for its parameters."""
+    trees = []
+    for program, parameters in programs_of(found.front.batch):
+        codes, values = program.codes.copy(), program.values.copy()
+        is_parameter = codes == PARAMETER
+        values[is_parameter] = parameters[values[is_parameter].astype(int)]
+        codes[is_parameter] = CONSTANT
+        (tree,) = trees_of(codes.tolist(), values.tolist())
+        for name in ("mul", "add")[:fitted][::-1] if tree.operands else ():
+            assert tree.code == OPERATORS[name].code
+            assert tree.operands[1].is_constant
+            tree = tree.operands[0]
+        trees.append(tree)
+    return trees
+
+
+def check_front(found: SearchProgress, asked: SearchRequest, data: Dataset) -> None:
+    """Check that a front is one, and that its losses are true and its formulas allowed."""
+    front = found.front
+    losses = front.losses if not asked.loss_function.is_score else -front.losses
+    assert len(front.batch) == len(front.sizes) == len(losses)
+    assert (np.diff(front.sizes) > 0).all()
+    assert (np.diff(losses) < 0).all()
+    check_losses(front, asked, data)
+    fitted = fitted_numbers(asked)
+    for tree, size in zip(inner_trees(found, fitted), front.sizes, strict=True):
+        complexities = asked.rules.complexities
+        assert _size(tree, complexities) == size
+        assert _columns(tree) <= set(asked.columns(data.layout))
+        if asked.guesses is None:
+            assert _names(tree) <= set(asked.operators)
+            assert keeps_rules(tree, asked)
+            assert keeps_units(tree, asked)
+
+
+def check_losses(front: Front, asked: SearchRequest, data: Dataset) -> None:
+    """Check the losses of a front against those of its formulas in NumPy's float64.
+
+    Rounding of the formulas' numbers, and of a device's functions, is allowed for.
+    """
+    if asked.custom_loss is not None:
+        return
+    start, stop = asked.row_range(data.layout)
+    rows = np.arange(start, stop)
+    if data.weights is not None:
+        rows = rows[data.weights[start:stop] > 0]
+    target, X = data.target[rows].astype(np.float64), data.variables[:, rows].astype(np.float64)
+    weights = np.ones(len(rows)) if data.weights is None else data.weights[rows].astype(np.float64)
+    rounding = 1e-15 if data.layout.dtype == np.float64 else 1e-6
+    for (program, parameters), loss in zip(programs_of(front.batch), front.losses, strict=True):
+        expected, *nearby = (
+            _loss(asked.loss, evaluate_program(program, X, parameters * factor), target, weights)
+            for factor in (1.0, 1.0 + rounding, 1.0 - rounding)
+        )
+        allowed = 1e3 * np.abs(np.subtract(nearby, expected)).max() + 1e-18 * target.var()
+        np.testing.assert_allclose(loss, expected, rtol=max(1e-9, 10 * rounding), atol=allowed)
+
+
+def _loss(loss: Loss | None, values: Floats, target: Floats, weights: Floats) -> float:
+    errors = np.broadcast_to(values, target.shape) - target
+    square = float(np.average(np.square(errors), weights=weights))
+    around = target - np.average(target, weights=weights)
+    spread = float(np.average(np.square(around), weights=weights))
+    return {
+        Loss.MSE: lambda: square,
+        Loss.RMSE: lambda: square**0.5,
+        Loss.MAE: lambda: float(np.average(np.abs(errors), weights=weights)),
+        Loss.NMSE: lambda: square / spread,
+        Loss.R2: lambda: 1.0 - square / spread,
+    }[loss or Loss.MSE]()
+
+
+def _size(tree: Tree, complexities: Any) -> int:
+    own: int = complexities.get(tree.name, 1)
+    return own + sum(_size(operand, complexities) for operand in tree.operands)
+
+
+def _columns(tree: Tree) -> set[int]:
+    own = {int(tree.value)} if tree.code == VARIABLE else set()
+    return own.union(*map(_columns, tree.operands))
+
+
+def _names(tree: Tree) -> set[str]:
+    return ({tree.name} - {""}).union(*map(_names, tree.operands))

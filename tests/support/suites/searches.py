@@ -1,0 +1,143 @@
+"""Tests of searches on a GPU; a test module defines the fixture ``engine``."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from support.engines.plain_search import keeps_rules, trees_of
+from support.engines.searches import Searches, front_of
+from warpfit.dataset import Dataset
+from warpfit.searching import Form, Rules, SearchReason, SearchRequest
+from warpfit_server.engine.cpu.engine import CpuEngine
+from warpfit_server.engine.evaluation import LoadedDatasets
+from warpfit_server.engine.interface import run_to_end
+from warpfit_server.engine.search import driver
+from warpfit_server.engine.search.colony import ColonySettings, Genomes, Screening
+from warpfit_server.engine.search.genome import fitted_numbers, new_grammar, new_units
+
+SETTINGS = ColonySettings(3, 20, 7, 4, 0, 1)
+
+
+@pytest.fixture(scope="module")
+def host():
+    engine = CpuEngine(threads=1)
+    yield engine
+    engine.close()
+
+
+def table(rows: int = 70, dtype: str = "float64") -> Dataset:
+    rng = np.random.default_rng(0)
+    X = rng.uniform(0.5, 3.0, size=(rows, 3))
+    y = 3 * X[:, 0] * X[:, 1] - 2 * X[:, 2] + 1 + 0.02 * rng.normal(size=rows)
+    return Dataset.of(X, y, dtype=dtype)
+
+
+def new_colony(engine, data, request, settings=SETTINGS):
+    """Return the engine's colony for data that are loaded."""
+
+    def captured(*given, **named):
+        yield None
+        return given[3]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "search", captured)
+        steps = engine.search(
+            request, LoadedDatasets(engine, {data.content_id: data}),
+            cancelled=np.zeros(1, np.uint8), report=lambda progress: None,
+        )  # fmt: skip
+        made = run_to_end(steps)
+    rows = data.layout.rows
+    weights = np.full(rows, 1 / rows)
+    screening = Screening(
+        data.content_id, data.target.astype(np.float64), weights, data.layout.dtype.itemsize,
+        fitted_numbers(request),
+    )  # fmt: skip
+    return made(new_grammar(request, [range(3)]), new_units(request, 3), screening, settings)
+
+
+def bests(engine, data, request, generations=6):
+    """Return the best formula of each size of a colony, after what a search does to it."""
+    engine.load(data)
+    colony = new_colony(engine, data, request)
+    run_to_end(colony.populate())
+    found = []
+    for generation in range(generations):
+        run_to_end(colony.advance())
+        if generation == generations // 2:
+            found.append(run_to_end(colony.champions(1)))
+            run_to_end(colony.restart(1))
+            best = run_to_end(colony.best())
+            places = np.arange(len(best.genomes)) % SETTINGS.formulas
+            run_to_end(colony.insert(best.genomes, places))
+    found += [run_to_end(colony.champions(1)), run_to_end(colony.best())]
+    scores = colony.island_scores.copy()
+    colony.close()
+    engine.unload(data.content_id)
+    return found, scores
+
+
+REQUESTS = {
+    "scaled": {},
+    "plain": {"form": Form.PLAIN, "rules": Rules(max_size=9)},
+    "rules": {"rules": Rules(max_size=12, counts={"exp": 1}, nesting={("mul", "mul"): 0})},
+    "ternary": {"operators": {"fma": 1.0, "where": 1.0, "sub": 2.0}},
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_colony_is_that_of_the_cpu(engine, host, name):
+    """Their constants differ by rounding, and so do losses; what is bred does not."""
+    data = table()
+    request = SearchRequest(data.content_id, max_generations=1, **REQUESTS[name])
+    own, scores = bests(engine, data, request)
+    other, others = bests(host, data, request)
+    for one, two in zip(own, other, strict=True):
+        np.testing.assert_array_equal(one.places, two.places)
+        np.testing.assert_array_equal(one.genomes.lengths, two.genomes.lengths)
+        inside = np.arange(one.genomes.codes.shape[1]) < one.genomes.lengths[:, None]
+        for array, expected in zip(one.genomes[:2], two.genomes[:2], strict=True):
+            np.testing.assert_allclose(array[inside], expected[inside], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(one.losses, two.losses, rtol=1e-4)
+    np.testing.assert_allclose(scores, others, rtol=1e-4)
+    for codes, values, length in zip(*own[-1].genomes, strict=True):
+        (tree,) = trees_of(codes[:length].tolist(), values[:length].tolist())
+        assert keeps_rules(tree, request)
+
+
+def test_a_formula_that_is_better_takes_a_place(engine):
+    data = table()
+    engine.load(data)
+    request = SearchRequest(data.content_id, max_generations=1)
+    colony = new_colony(engine, data, request)
+    run_to_end(colony.populate())
+    best = run_to_end(colony.best())
+    worst, good = best.genomes.take(slice(0, 1)), best.genomes.take(slice(-1, None))
+    both = Genomes(*(np.concatenate(pair) for pair in zip(worst, good, strict=True)))
+    losses = run_to_end(colony.insert(both, np.array([5, 6])))
+    np.testing.assert_allclose(losses, best.losses[[0, -1]], rtol=1e-5)
+    champions = run_to_end(colony.champions(1))
+    assert (champions.places < SETTINGS.formulas).all()
+    assert champions.losses.min() <= best.losses.min() * 1.0001
+    colony.close()
+    engine.unload(data.content_id)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_search_has_the_same_front_again(engine, dtype):
+    found = [Searches(engine)(table(dtype=dtype), seed=3, max_generations=16) for _ in range(2)]
+    assert front_of(found[0]) == front_of(found[1])
+    assert found[0].reason is SearchReason.GENERATIONS
+    assert found[0].front.losses[-1] < 0.1 * found[0].front.losses[0]
+
+
+@pytest.mark.parametrize("rules", [{"max_size": 1}, {"max_size": 200}, {"max_depth": 3}])
+def test_sizes_on_a_device(engine, rules):
+    found = Searches(engine)(table(), rules=rules, population=40, pairs=False, max_generations=8)
+    assert found.generations == 8
+
+
+@pytest.mark.parametrize("population", [1, 3])
+def test_small_colonies_on_a_device(engine, population):
+    options = {"population": population, "islands": 1, "pairs": False, "max_generations": 8}
+    assert Searches(engine)(table(), **options).generations == 8

@@ -1,0 +1,543 @@
+"""Searches on the CPU: fronts, forms, rules, odd data, and why a search ends."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from support.engines.searches import (
+    Searches,
+    check_front,
+    front_of,
+    inner_trees,
+    programs_of,
+)
+from warpfit.dataset import Dataset
+from warpfit.errors import InvalidArgumentError, UnimplementedError
+from warpfit.expressions.reference import evaluate_program
+from warpfit.ir import Batch, Population
+from warpfit.losses import Loss, huber
+from warpfit.ops import CONSTANT, OPERATORS
+from warpfit.parse import parse
+from warpfit.searching import Form, Rules, SearchReason, SearchRequest, Template, Units
+from warpfit.server_info import Limits
+from warpfit_server.engine.cpu import engine as cpu
+from warpfit_server.engine.cpu.codegen import parts
+from warpfit_server.engine.cpu.colony import CpuColony
+from warpfit_server.engine.interface import run_to_end
+from warpfit_server.engine.search import driver
+from warpfit_server.engine.search.colony import ColonySettings, Genomes, Screening
+from warpfit_server.engine.search.genome import fitted_numbers, new_grammar, new_units
+from warpfit_server.limits import check_search
+
+
+@pytest.fixture(scope="module")
+def engines():
+    made = [cpu.CpuEngine(threads=threads) for threads in (1, 2)]
+    yield made
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def engine(engines):
+    return engines[0]
+
+
+@pytest.fixture
+def search(engine):
+    return Searches(engine)
+
+
+def table(rows: int = 60, columns: int = 3, seed: int = 0, noise: float = 0.02, **options):
+    """Return data of the law 3 x1 x2 - 2 x3 + 1, as far as there are such columns."""
+    rng = np.random.default_rng(seed)
+    X = rng.uniform(0.5, 3.0, size=(rows, columns))
+    a, b, c = (X[:, k % columns] for k in range(3))
+    y = 3 * a * b - 2 * c + 1 + noise * rng.normal(size=rows)
+    return Dataset.of(X, y, **({"dtype": "float64"} | options))
+
+
+def spread(data: Dataset) -> float:
+    return float(np.var(data.target))
+
+
+# ------------------------------------------------------------------------- the same seed, the same
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_seed_gives_the_same_front_with_any_threads_and_beside_other_requests(engines, dtype):
+    data = table(dtype=dtype)
+    alone = [front_of(Searches(engine)(data, seed=5)) for engine in engines]
+    assert alone[0] == alone[1]
+    assert front_of(Searches(engines[0])(data, seed=6)) != alone[0]
+    searches = Searches(engines[1])
+    searches.datasets.load(data)
+    asked = searches.request(data, seed=5)
+    begun = [searches.begin(replace(asked, seed=seed)) for seed in (5, 7, 5)]
+    found = [None] * len(begun)
+    while None in found:
+        for k, steps in enumerate(begun):
+            try:
+                waits_for = next(steps)
+            except StopIteration as end:
+                found[k] = found[k] or end.value
+                continue
+            if waits_for is not None:
+                waits_for.result()
+    searches.datasets.unload(data.content_id)
+    assert front_of(found[0]) == front_of(found[2]) == alone[0]
+    assert front_of(found[1]) != alone[0]
+
+
+# -------------------------------------------------------------------------------- by brute force
+
+
+class Recorder:
+    """Evaluates by an engine, and keeps the programs."""
+
+    def __init__(self, engine):
+        self.engine, self.programs = engine, []
+
+    def evaluate(self, evaluation, outputs):
+        self.programs += [evaluation.batch.program(k) for k in range(len(evaluation.batch))]
+        return self.engine.evaluate(evaluation, outputs)
+
+
+def own_loss(values, y, weights, fitted):
+    """Return the loss of values with the best slope and intercept, relative to a constant's."""
+    columns = [values, np.ones(len(y))][:fitted]
+    left = y - values
+    if fitted:
+        roots = np.sqrt(weights)[:, None]
+        matrix = np.stack(columns, axis=1)
+        numbers = np.linalg.lstsq(matrix * roots, y * roots[:, 0], rcond=None)[0]
+        left = y - matrix @ numbers
+    mean = weights @ y
+    return (weights @ left**2) / (weights @ (y - mean) ** 2)
+
+
+@pytest.mark.parametrize("fitted", [0, 1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_best_of_each_size_is_the_best_of_all_children(engine, fitted, dtype):
+    parts.load_search(1)
+    rng = np.random.default_rng(1)
+    X, weights = rng.uniform(0.5, 2, size=(40, 3)), rng.uniform(0.1, 1, size=40)
+    y, weights = np.sin(X[:, 0]) * X[:, 1] + X[:, 2], weights / weights.sum()
+    data = Dataset.of(X, dtype=dtype)
+    engine.load(data)
+    metre = np.eye(7)[0]
+    units = Units(np.tile(metre, (3, 1)), metre, dimensionless_constants=True)
+    asked = SearchRequest(
+        data.content_id, rules=Rules(max_size=9), max_generations=1,
+        form=Form.SCALED if fitted else Form.PLAIN, units=units if fitted == 1 else None,
+    )  # fmt: skip
+    assert fitted_numbers(asked) == fitted
+    recorder, settings = Recorder(engine), ColonySettings(4, 25, 3, 4, 0, 1)
+    colony = CpuColony(
+        recorder.evaluate, engine.run_in_steps, np.zeros(1, np.uint8),
+        new_grammar(asked, [range(3)]), new_units(asked, 3),
+        Screening(data.content_id, y, weights, np.dtype(dtype).itemsize, fitted), settings,
+    )  # fmt: skip
+    run_to_end(colony.populate())
+    for _ in range(8):
+        run_to_end(colony.advance())
+    best = run_to_end(colony.best())
+    engine.unload(data.content_id)
+    assert len(recorder.programs) == colony.formulas > 300
+    expected = {}
+    for program in recorder.programs:
+        with np.errstate(all="ignore"):
+            values = np.broadcast_to(evaluate_program(program, X.T), 40)
+        varies = np.ptp(values) > 1e-3 * np.abs(values).max() or not fitted
+        if np.isfinite(values).all() and varies:
+            loss = own_loss(values, y, weights, fitted)
+            expected[len(program)] = min(loss, expected.get(len(program), np.inf))
+    sizes = best.genomes.lengths.tolist()
+    for size, loss in zip(sizes, best.losses.tolist(), strict=True):
+        np.testing.assert_allclose(loss, expected.pop(size), rtol=2e-4, atol=1e-9)
+    assert not expected
+
+
+# ----------------------------------------------------------------------------- forms, rules, units
+
+
+@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("loss", [Loss.MSE, Loss.R2, Loss.MAE, huber(0.5)], ids=str)
+def test_forms_and_losses(search, form, loss):
+    data = table(noise=0.0)
+    given = {"loss": loss} if isinstance(loss, Loss) else {"custom_loss": loss}
+    found = search(data, form=form, max_generations=20, **given)
+    losses = found.front.losses
+    if loss is Loss.R2:
+        assert losses[-1] > 0.8
+    else:
+        assert losses[-1] < 0.3 * losses[0] or losses[-1] < 1e-2
+    assert found.reason is SearchReason.GENERATIONS
+    assert found.generations == 20
+
+
+RULES = [
+    {"max_size": 6},
+    {"max_depth": 3},
+    {"counts": {"mul": 1, "add": 0}},
+    {"complexities": {"mul": 3, "square": 2}, "max_size": 9},
+    {"nesting": {("mul", "mul"): 0, ("add", "square"): 0}},
+    {"arguments": {"mul": (1, 3), "div": (-1, 1)}},
+]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=lambda rules: next(iter(rules)))
+def test_rules_hold_in_every_front(search, rules):
+    """`Searches` checks them."""
+    assert search(table(), rules=rules).formulas > 300
+
+
+@pytest.mark.parametrize("units", [pytest.param(False, marks=pytest.mark.thorough), True])
+def test_rules_and_units_hold_in_pairs(search, units):
+    exponents = np.zeros((3, 7))
+    exponents[0, 0] = exponents[1, 2] = exponents[2, 0] = exponents[2, 2] = 1.0
+    given = Units(exponents, exponents[2], dimensionless_constants=True) if units else None
+    rules = {"max_depth": 4, "counts": {"mul": 2, "add": 1}, "nesting": {("mul", "mul"): 0}}
+    found = search(table(), rules=rules, units=given, pairs=True, max_generations=4)
+    assert found.pairs > 1_000
+
+
+@pytest.mark.thorough
+def test_a_target_that_is_nearly_constant_is_paired(search):
+    """Its losses are made of rounding errors."""
+    data = table()
+    target = 2.5 + 1e-15 * np.arange(60)
+    assert search(Dataset.of(data.variables.T, target, dtype="float64"), pairs=True).pairs > 0
+
+
+@pytest.mark.parametrize("dimensionless", [False, True])
+@pytest.mark.parametrize("form", list(Form))
+def test_units_hold_in_every_front(search, dimensionless, form):
+    exponents = np.zeros((3, 7))
+    exponents[0, 0] = exponents[1, 2] = 1.0
+    exponents[2, [0, 2]] = 1.0
+    target = exponents[2]
+    data = table(noise=0.0)
+    found = search(data, units=Units(exponents, target, dimensionless), form=form)
+    assert len(found.front.batch) > 1
+    other = search(data, units=Units(exponents, exponents[0], dimensionless), form=form)
+    if dimensionless or form is Form.PLAIN:
+        assert other.front.losses[-1] > found.front.losses[-1]
+    else:  # a slope of any unit makes up for that of the target
+        np.testing.assert_array_equal(other.front.losses, found.front.losses)
+
+
+def test_units_leave_out_the_intercept_of_a_target_that_has_one(search):
+    units = Units(np.eye(7)[[0] * 3], np.eye(7)[0], dimensionless_constants=True)
+    asked = search.request(table(), units=units)
+    assert fitted_numbers(asked) == 1
+    found = search(table(), units=units)
+    for program, _ in programs_of(found.front.batch):
+        assert program.codes[-1] == OPERATORS["mul"].code
+
+
+# ---------------------------------------------------------------------------------------- odd data
+
+
+@pytest.mark.parametrize("offset", [1e5, 1e9])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_columns_far_from_zero_are_screened_in_float64(search, offset, dtype):
+    rng = np.random.default_rng(2)
+    X = rng.uniform(0.0, 1.0, size=(80, 2)) * (1.0 if dtype == "float64" else 64.0) + offset
+    X = X.astype(dtype).astype(np.float64)
+    assert np.ptp(X, axis=0).min() > 0
+    y = (X[:, 0] - X[:, 1]) * 2 + 5
+    found = search(Dataset.of(X, y, dtype=dtype), operators=("add", "sub", "mul"))
+    assert found.front.losses[-1] < 1e-9 * y.var()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
+def test_tiny_and_huge_values_do_not_cheat(search, scale):
+    """Noise that no formula predicts: what looks better than it is would be in the front."""
+    rng = np.random.default_rng(3)
+    X, y = scale * rng.normal(size=(100, 2)), rng.normal(size=100)
+    operators = ("add", "sub", "mul", "div", "square", "cube", "inv", "exp")
+    found = search(Dataset.of(X, y, dtype="float64"), operators=operators, rules={"max_size": 9})
+    assert found.front.losses[-1] > 0.3 * y.var()
+
+
+def test_a_constant_target_has_a_constant(search):
+    data = table()
+    constant = Dataset.of(data.variables.T, np.full(60, 2.5), dtype="float64")
+    found = search(constant)
+    assert len(found.front.batch) == 1
+    assert found.front.losses[0] == 0.0
+    assert found.formulas == 0
+    assert found.reason is SearchReason.IDLE
+    assert search(constant, target_loss=0.0).reason is SearchReason.TARGET_LOSS
+
+
+def test_a_constant_is_judged_on_all_rows(search):
+    """Hardly any screening rows see the rows that differ."""
+    data = table(400)
+    y = np.where(np.arange(400) == 7, 5.0, 1.0)
+    rare = Dataset.of(data.variables.T, y, dtype="float64")
+    found = search(rare, screening_rows=4, target_loss=1e-9)
+    assert found.reason is SearchReason.IDLE
+    assert found.front.losses[0] == pytest.approx(y.var())
+
+
+@pytest.mark.parametrize("scale", [1e155, 1e-160])
+def test_targets_whose_squares_leave_float64_are_refused(search, scale):
+    data = table()
+    with pytest.raises(InvalidArgumentError) as caught:
+        search(Dataset.of(data.variables.T, scale * data.target, dtype="float64"))
+    assert caught.value.reason == "TARGET_OUT_OF_RANGE"
+    assert search(Dataset.of(data.variables.T, np.full(60, scale), dtype="float64")).formulas == 0
+
+
+def test_a_target_that_is_not_finite_is_refused(search):
+    data = table()
+    y = np.where(np.arange(60) == 3, np.nan, data.target)
+    with pytest.raises(InvalidArgumentError) as caught:
+        search(Dataset.of(data.variables.T, y, dtype="float64"))
+    assert caught.value.reason == "TARGET_NOT_FINITE"
+
+
+def test_columns_of_more_variables_than_a_grammar_holds_have_units(search):
+    rng = np.random.default_rng(4)
+    X = rng.normal(size=(20, 1_500))
+    units = Units(np.tile(np.eye(7)[0], (1_500, 1)), np.eye(7)[0], dimensionless_constants=True)
+    found = search(Dataset.of(X, X[:, 7], dtype="float64"), units=units, max_generations=3)
+    assert len(found.front.batch) > 0
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_fewer_rows_than_parameters(search, rows):
+    found = search(table(rows))
+    assert np.isfinite(found.front.losses).all()
+
+
+def test_rows_that_are_not_numbers(search):
+    """Columns that have none are not used; with no other ones the constant is the answer."""
+    data = table(noise=0.0)
+    X = data.variables.T.copy()
+    X[7, 2] = np.nan
+    found = search(Dataset.of(X, data.target, dtype="float64"))
+    assert found.front.losses[-1] < 0.5 * spread(data)
+    X[8, :] = np.nan
+    found = search(Dataset.of(X, data.target, dtype="float64"))
+    assert len(found.front.batch) == 1
+    assert found.front.losses[0] == pytest.approx(spread(data))
+    for loss, expected in ((Loss.NMSE, 1.0), (Loss.R2, 0.0), (Loss.RMSE, spread(data) ** 0.5)):
+        found = search(Dataset.of(X, data.target, dtype="float64"), loss=loss)
+        assert found.front.losses[0] == pytest.approx(expected), loss
+
+
+def test_rows_without_weight_do_not_count(search):
+    data = table(noise=0.0)
+    X, y = data.variables.T.copy(), data.target.copy()
+    weights = np.where(np.arange(60) % 3 == 0, 0.0, 1.0 + np.arange(60) % 2)
+    X[weights == 0], y[weights == 0] = np.nan, 1e9
+    found = search(Dataset.of(X, y, weights, dtype="float64"))
+    kept = weights > 0
+    same = search(Dataset.of(X[kept], y[kept], weights[kept], dtype="float64"))
+    # Its last fit is on all rows, of which it has screened fewer.
+    np.testing.assert_array_equal(found.front.sizes, same.front.sizes)
+    assert (found.front.losses <= same.front.losses * (1 + 1e-9) + 1e-20).all()
+
+
+def test_rows_of_which_none_has_a_weight_are_refused(search):
+    data = table()
+    empty = Dataset.of(data.variables.T, data.target, np.arange(60) // 30, dtype="float64")
+    with pytest.raises(InvalidArgumentError) as caught:
+        search(empty, rows=(3, 20))
+    assert caught.value.reason == "NO_ROWS"
+
+
+def test_a_range_of_rows(search):
+    data = table(200, noise=0.0)
+    y = data.target.copy()
+    y[:50] = 1e6
+    found = search(Dataset.of(data.variables.T, y, dtype="float64"), rows=(50, 120))
+    assert found.front.losses[-1] < 0.1 * spread(data)
+
+
+def test_every_progress_has_the_losses_of_all_rows(search, monkeypatch):
+    monkeypatch.setattr(driver, "_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(driver, "_REPORT_SHARE", np.inf)
+    data = table(400, noise=0.5)
+    asked = search.request(data, screening_rows=16)
+    search.datasets.load(data)
+    reported = []
+    run_to_end(search.begin(asked, report=reported.append))
+    search.datasets.unload(data.content_id)
+    assert len(reported) == 12
+    for found in reported:
+        check_front(found, asked, data)
+
+
+def test_without_a_formula_that_has_the_unit_of_the_target_a_front_is_empty(search):
+    """A constant has no unit, and rules forbid the product."""
+    metre = np.eye(7)[0]
+    units = Units(np.tile(metre, (3, 1)), 2 * metre, dimensionless_constants=True)
+    data = table()
+    asked = search.request(data, ("add", "mul"), {"arguments": {"mul": (1, 1)}, "max_size": 2})
+    search.datasets.load(data)
+    found = run_to_end(search.begin(replace(asked, units=units)))
+    search.datasets.unload(data.content_id)
+    assert len(found.front.batch) == len(found.front.losses) == 0
+
+
+@pytest.mark.parametrize("name", ["template", "group"])
+def test_what_no_engine_searches_for_is_refused(search, name):
+    data = table()
+    template = Template(parse("x4"), ((0,),))
+    asked = replace(search.request(data), **{name: {"template": template, "group": 2}[name]})
+    with pytest.raises(UnimplementedError) as caught:
+        check_search(asked, data.layout, Limits(), 1 << 40)
+    assert (caught.value.reason, caught.value.field) == ("SEARCH_NOT_SUPPORTED", name)
+
+
+# ----------------------------------------------------------------------------------------- guesses
+
+
+@pytest.mark.parametrize("form", list(Form))
+def test_guesses_do_not_get_worse(search, form):
+    data = table()
+    texts = ["p1 * x1 * x2 + p2 * x3 + p3", "exp(p1 * x1)", "x1 + x1 + p1"]
+    numbers = [np.array([3.0, -2.0, 1.0]), np.array([0.5]), np.array([2.0])]
+    guesses = Batch.of([parse(text) for text in texts], numbers)
+    found = search(data, guesses=guesses, form=form)
+    sizes, losses = found.front.sizes, found.front.losses
+    for program, parameters in programs_of(guesses):
+        values = evaluate_program(program, data.variables, parameters)
+        own = np.square(values - data.target).mean()
+        assert losses[sizes <= len(program)].min() <= own * (1 + 1e-9)
+    assert losses[-1] < 1e-3 * spread(data)
+
+
+# --------------------------------------------------------------------------------- why it has ended
+
+
+def test_reasons(search):
+    data = table()
+    none = {"max_generations": 0}
+    found = search(data, max_formulas=1_000, **none)
+    assert found.reason is SearchReason.FORMULAS
+    assert 1_000 <= found.formulas < 1_000 + 3 * 96
+    found = search(data, target_loss=0.5 * spread(data), max_generations=1_000)
+    assert found.reason is SearchReason.TARGET_LOSS
+    assert found.front.losses[-1] <= 0.5 * spread(data)
+    assert found.generations < 1_000
+    found = search(data, loss=Loss.R2, target_loss=0.5, max_generations=1_000)
+    assert found.reason is SearchReason.TARGET_LOSS
+    assert found.front.losses[-1] >= 0.5
+    began = time.monotonic()
+    found = search(data, max_seconds=0.3, **none)
+    assert found.reason is SearchReason.TIME
+    assert 0.3 <= found.seconds <= time.monotonic() - began
+    assert 0 < found.distinct <= 1.1 * found.formulas
+
+
+def test_a_target_loss_is_that_of_all_rows(search):
+    """The screening rows alone are fitted exactly by many a formula."""
+    data = table(400, noise=0.5)
+    asked = {"screening_rows": 8, "target_loss": 0.26, "max_generations": 40}
+    found = search(data, **asked)
+    assert found.reason in (SearchReason.TARGET_LOSS, SearchReason.GENERATIONS)
+    is_met = found.front.losses.min() <= 0.26
+    assert is_met or found.reason is SearchReason.GENERATIONS
+    assert is_met or found.generations == 40
+
+
+@pytest.mark.parametrize("idle", [1, 9])
+def test_a_search_is_idle_when_fits_find_nothing_better(search, idle):
+    data = table(noise=0.0)
+    found = search(data, rules={"max_size": 1}, idle_generations=idle, max_generations=1_000)
+    assert found.reason is SearchReason.IDLE
+    assert idle <= found.generations < 60
+    # The best variable has been found meanwhile.
+    correlations = [np.corrcoef(column, data.target)[0, 1] ** 2 for column in data.variables]
+    assert found.front.losses[-1] == pytest.approx(spread(data) * (1 - max(correlations)))
+
+
+def test_a_cancelled_search_returns_its_front(search):
+    data, flag = table(), np.zeros(1, np.uint8)
+    search.datasets.load(data)
+    steps = search.begin(search.request(data, max_generations=10_000), cancelled=flag)
+    found, turns = None, 0
+    while found is None:
+        try:
+            waits_for = next(steps)
+        except StopIteration as end:
+            found = end.value
+        else:
+            turns += 1
+            flag[0] = turns > 100
+            if waits_for is not None:
+                waits_for.result()
+    assert turns < 110
+    assert found.reason is SearchReason.CANCELLED
+    assert len(found.front.batch) >= 1
+    assert [*search.datasets._whole] == [data.content_id]
+    search.datasets.unload(data.content_id)
+
+
+# ----------------------------------------------------------------------------------- sizes at edges
+
+
+@pytest.mark.parametrize(("population", "islands"), [(1, 1), (1, 0), (3, 1), (3, 3), (3, 2)])
+def test_small_populations(search, population, islands):
+    found = search(table(), population=population, islands=islands)
+    assert found.generations == 12
+    assert found.formulas > 0
+
+
+@pytest.mark.parametrize(
+    "operators", [("exp",), ("sin", "exp"), ("where",), ("fma",), ("add",), ("div",), ("lt", "not")]
+)
+@pytest.mark.parametrize("form", list(Form))
+def test_few_operators(search, operators, form):
+    found = search(table(), operators=operators, form=form)
+    assert len(found.front.batch) >= 1
+
+
+def test_all_operators(search):
+    assert len(search(table(), operators=tuple(OPERATORS)).front.batch) > 1
+
+
+def test_one_column(search):
+    found = search(table(columns=1, noise=0.0), rules={"max_size": 9})
+    assert found.front.losses[-1] < 1e-6
+
+
+def test_many_columns(search):
+    """The law's columns are among those that are chosen, whose number is bounded."""
+    rng = np.random.default_rng(4)
+    X = rng.normal(size=(50, 2_000))
+    y = X[:, 1_990] * 3 + 1
+    found = search(Dataset.of(X, y, dtype="float64"))
+    assert found.front.losses[-1] < 1e-9
+    (best, *_) = inner_trees(found, 2)[::-1]
+    assert best.value == 1_990 or best.operands
+
+
+@pytest.mark.parametrize("most", [1, 2, 200])
+def test_sizes(search, most):
+    found = search(table(), rules={"max_size": most})
+    assert found.front.sizes[-1] <= most
+    if most < 3:
+        assert {len(tree.operands) for tree in inner_trees(found, 2)} <= {0, 1}
+
+
+def test_a_population_keeps_what_it_has_found():
+    """Genomes are laid out in rows and back."""
+    formulas = [parse("x1 + 2 * x2"), parse("x3"), parse("exp(x1)")]
+    codes = np.concatenate([one.codes for one in formulas])
+    values = np.concatenate([one.values for one in formulas])
+    lengths = np.array([len(one) for one in formulas], np.uint32)
+    packed = Population(codes, values, lengths)
+    again = Genomes.of(packed, 8).widened(12).population()
+    for name in ("codes", "values", "lengths"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(packed, name))
+    assert CONSTANT in codes
