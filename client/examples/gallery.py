@@ -51,7 +51,7 @@ def nist(client: warpfit.Client, folder: Path | None) -> None:
 
 
 def enzyme(client: warpfit.Client, folder: Path | None) -> None:
-    """Weigh four laws of an enzyme against one another, and draw the best one with its band."""
+    """Weigh four laws of an enzyme against one another, and draw Michaelis's with its band."""
     data = client.upload(CONCENTRATIONS, TREATED, names=["x"], dtype="float64")
     starts = [[200.0, 0.1], [200.0, 5.0], [200.0, 30.0], [200.0, 0.3]]
     fit = client.optimize(
@@ -61,9 +61,8 @@ def enzyme(client: warpfit.Client, folder: Path | None) -> None:
     factors = fit.evidence.bayes_factor
     for rival, factor in zip(RIVALS, factors, strict=True):
         print(f"enzyme: {rival:22} {factor:8.2f} nats of evidence")
-    best = int(np.argmax(factors))
     draw(folder, "enzyme", "concentration, ppm", "rate", fit,
-         [("with puromycin", CONCENTRATIONS, TREATED)], best)  # fmt: skip
+         [("with puromycin", CONCENTRATIONS, TREATED)], 0)  # fmt: skip
 
 
 def groups(address: str, folder: Path | None) -> None:
@@ -72,8 +71,8 @@ def groups(address: str, folder: Path | None) -> None:
     rates = np.append(TREATED, UNTREATED)
     treated = np.repeat([1.0, 0.0], [12, 11])
     model = SymbolicRegressor(
-        address=address, operators=["+", "*", "/"], group=1, max_size=9, generations=5,
-        model_selection="description_length", held_out=0.0, random_state=0,
+        address=address, operators=["+", "*", "/"], group=1, max_size=9, population=100,
+        generations=3, model_selection="description_length", held_out=0.0, random_state=0,
     )  # fmt: skip
     model.fit(np.column_stack([concentrations, treated]), rates)
     print(f"groups: rate = {model.expression_}")

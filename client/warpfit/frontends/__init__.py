@@ -94,6 +94,13 @@ def from_prefix(trees: Sequence[Sequence[object]], names: Sequence[str] = ()) ->
             )
         return int(program.codes[0]), float(program.values[0]), 0
 
+    if any(isinstance(tree, str) or not isinstance(tree, Iterable) for tree in trees):
+        raise InvalidArgumentError(
+            "a tree is one list of nodes, and these are nodes",
+            "UNKNOWN_NODE",
+            "Give a list of trees, such as [['add', 'x1', 'p1']]",
+            "trees",
+        )
     return PrefixTrees.of([list(tree) for tree in trees], node).population()
 
 

@@ -38,3 +38,11 @@ def test_other_nodes_are_refused_with_their_tree(tree, reason):
         from_prefix([["x1"], tree])
     assert caught.value.reason == reason
     assert caught.value.expression == 1
+
+
+@pytest.mark.parametrize(
+    "nodes", [["add", "x1", "x2"], ["x1"], [2.5], ["sin", 1.0], [["x1"], "x2"]]
+)
+def test_one_tree_in_the_place_of_a_list_of_trees_is_refused(nodes):
+    with pytest.raises(warpfit.InvalidArgumentError, match="Give a list of trees"):
+        from_prefix(nodes)
