@@ -99,7 +99,8 @@ def test_every_name_in_backticks_is_one_of_the_project(readme):
     assert unknown - FOREIGN == set()
 
 
-#: Names of proxies, systemd, scikit-learn and OpenTelemetry, and of functions that a reader writes.
+#: Names of proxies, systemd, scikit-learn, OpenTelemetry, PySR, DEAP and SciPy, and of functions
+#: that a reader writes.
 FOREIGN = {
     *("client_body_timeout", "client_header_timeout", "client_max_body_size", "grpc_buffer_size"),
     *("grpc_pass", "grpc_read_timeout", "http2_max_concurrent_streams", "keepalive_requests"),
@@ -108,6 +109,7 @@ FOREIGN = {
     *("premature_reset_total_stream_count", "request_headers_timeout", "stream_idle_timeout"),
     *("explicit_http_config", "max_direct_response_body_size_bytes", "CPUQuota"),
     *("HistGradientBoostingRegressor", "LinearRegression", "find_servers"),
+    *("TemplateExpressionSpec", "HallOfFame", "soft_l1"),
 }
 
 
