@@ -14,7 +14,9 @@ from warpfit.calls.search import build_search
 from warpfit.errors import WarpfitError
 from warpfit.searching import DEFAULT_OPERATORS, Front, SearchProgress, SearchReason
 
-#: 60 of the usual suite, 2,000 with `--hypothesis-profile=many`.
+pytestmark = pytest.mark.thorough  # its time, and whether it holds, are not measured yet
+
+#: 60 draws, 2,000 with `--hypothesis-profile=many`.
 _DRAWS = 2000 if settings.default.max_examples >= 1000 else 60
 _OPERATORS = (
     *((), ("add", "mul"), ("exp", "log"), ("square",), ("max", "min"), ("div",), ("where", "lt")),
