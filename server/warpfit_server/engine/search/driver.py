@@ -252,6 +252,8 @@ class _Search:
         yield from colony.populate()
         yield from self._insert_guesses(settings)
         yield from self._fit((yield from colony.best()))
+        if not self._has_many_rows:  # whose fit would delay the search
+            yield from self._fit_all_rows(1)
         self._report(self._progress(None))
         if self._request.pairs and self._request.template is None:
             self._pairing = self._pair_search(columns, new_weigher())
