@@ -57,6 +57,12 @@ _NAME_FRAME_BYTES: Final = 6
 #: Most parameters of a program that is fitted. A step of its search takes the cube of their number:
 #: about a second for so many, in which it cannot be cancelled.
 _FITTED_PARAMETERS: Final = 500
+#: Most short formulas of which a search makes pairs, about; formulas of it that are evaluated at a
+#: time; most pairs that an engine keeps; and bytes in which its threads weigh pairs.
+LIBRARY_SIZE: Final = 12_000
+PAIRS_EVALUATED: Final = 1_024
+MOST_PAIRS: Final = 600
+WEIGHER_BYTES: Final = 16 << 20
 #: Formulas of a search that says no number, most of those that fit a GPU.
 _USUAL_POPULATION: Final = 1 << 17
 #: Most tokens of the formulas that a search begins with, which go to the engine in one message.
@@ -315,13 +321,16 @@ def search_bytes(request: SearchRequest, layout: Layout) -> int:
     formula = _SEARCH_FORMULA_BYTES + _SEARCH_TOKEN_BYTES * 2 * request.rules.max_size
     columns = 8 * rows * (layout.variables + 2)
     guesses = 0 if request.guesses is None else _LOWERED_BYTES * len(request.guesses.codes)
-    pairs = 0
-    if request.pairs and request.template is None:
-        # Imported on first use, because importing it delays the start of the server.
-        from warpfit_server.engine.search.pairs import bytes_needed
-
-        pairs = bytes_needed(rows)
+    pairs = pair_search_bytes(rows) if request.pairs and request.template is None else 0
     return _SEARCH_BYTES_AT_LEAST + population * formula + columns + guesses + pairs
+
+
+def pair_search_bytes(rows: int, size: int = LIBRARY_SIZE) -> int:
+    """Return the bytes of this host that pairs of a library of a size need at most."""
+    # The library and its reciprocals, copied twice, beside the one before; or f(c u).
+    tables = 10 * size * rows * 4 + 400 * size
+    pairs = (8 * PAIRS_EVALUATED + 24 * MOST_PAIRS) * rows * 8
+    return tables + pairs + WEIGHER_BYTES
 
 
 def _bytes_of_sums(sums: float, rows: int, longest: int) -> int:

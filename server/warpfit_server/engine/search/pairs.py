@@ -46,6 +46,7 @@ from warpfit_server.engine.search.library import (
 )
 from warpfit_server.engine.search.views import ROUND, View, views
 from warpfit_server.engine.search.weighing import LEAST_VARIATION, Fit, Singles, Weigher
+from warpfit_server.limits import LIBRARY_SIZE, PAIRS_EVALUATED
 
 Mask: TypeAlias = NDArray[np.bool_]
 #: Values with root mean square 1, [formulas, rows], and their scales.
@@ -53,18 +54,11 @@ Term: TypeAlias = tuple[Floats, Floats]
 
 #: Most variables of the library, those that say most about the target.
 _MOST_VARIABLES: Final = 30
-#: Most formulas of the library, about.
-LIBRARY_SIZE: Final = 12_000
-#: Most pairs that an engine keeps, and bytes in which its threads weigh pairs.
-_MOST_KEPT: Final = 600
-_WEIGHER_BYTES: Final = 16 << 20
 #: Formulas of the first library, and steps after which it has twice as many.
 _FIRST_SIZE: Final = 1_000
 _DOUBLING: Final = 6
 #: Formulas of the library for each argument of functions that are scaled.
 _ARGUMENTS: Final = 30
-#: Formulas that are evaluated at a time.
-_EVALUATED: Final = 1_024
 #: Decimals to which values are compared.
 _DIGITS: Final = 4
 #: Formulas of each view that are returned, and that are paired again in the next round.
@@ -158,8 +152,8 @@ class Table:
     def reciprocals(self) -> Table:
         """Return 1/f of each f that is not too close to 0."""
         parts = [self[:0]]
-        for start in range(0, len(self), _EVALUATED):
-            some = self[start : start + _EVALUATED]
+        for start in range(0, len(self), PAIRS_EVALUATED):
+            some = self[start : start + PAIRS_EVALUATED]
             some = some[np.abs(some.values).min(axis=1) > ROUND]
             part = Table.of(some.formulas, 1.0 / some.values.astype(float))
             scales = part.scales / some.scales
@@ -212,14 +206,6 @@ def structure_length(sizes: Sequence[int], symbols: int) -> float:
         symbols: number of operators and variables, and one for numbers.
     """
     return sum(sizes) * math.log(symbols) - math.lgamma(len(sizes) + 1)
-
-
-def bytes_needed(rows: int, size: int = LIBRARY_SIZE) -> int:
-    """Return the bytes of this host that a `PairSearch` with a library of a size needs at most."""
-    # The library and its reciprocals, copied twice, beside the one before; or f(c u).
-    tables = 10 * size * rows * 4 + 400 * size
-    pairs = (8 * _EVALUATED + 24 * _MOST_KEPT) * rows * 8
-    return tables + pairs + _WEIGHER_BYTES
 
 
 @dataclass(slots=True, kw_only=True)
@@ -480,8 +466,8 @@ class PairSearch:
     def _table(self, formulas: Population) -> Steps[Table]:
         """Evaluate formulas that keep to the rules."""
         tables = [Table.of(formulas_of([]), np.empty((0, len(self.target))))]
-        for start in range(0, len(formulas), _EVALUATED):
-            part = formulas[start : start + _EVALUATED]
+        for start in range(0, len(formulas), PAIRS_EVALUATED):
+            part = formulas[start : start + PAIRS_EVALUATED]
             part = part[self.admissible(part)]
             if len(part):
                 values = yield from self.values(part)
@@ -727,12 +713,9 @@ class _Selection:
         some = slice(0, rows)
         weights = view.weights[some] / view.weights[some].sum()
         fit = Fit.of(view.target[some], weights, np.empty((0, rows)), False)
-        self._columns = np.concatenate(
-            [
-                fit.sides(terms.values[start : start + _EVALUATED, some]).own.astype(np.float32)
-                for start in range(0, max(len(terms), 1), _EVALUATED)
-            ]
-        )
+        starts = range(0, max(len(terms), 1), PAIRS_EVALUATED)
+        parts = (terms.values[start : start + PAIRS_EVALUATED, some] for start in starts)
+        self._columns = np.concatenate([fit.sides(part).own.astype(np.float32) for part in parts])
         """Unit rows of the terms without the constant, or 0; [terms, rows]."""
         self._vary = self._columns.any(axis=1)
         self._target = self._columns @ fit.target.astype(np.float32)

@@ -14,13 +14,13 @@ from warpfit.expressions import reference
 from warpfit.ir import Population
 from warpfit.ops import OPERATORS
 from warpfit.searching import Form, SearchRequest
+from warpfit_server import limits
 from warpfit_server.engine.cpu.pairs import CpuWeigher
 from warpfit_server.engine.interface import run_to_end
-from warpfit_server.engine.search import pairs
 from warpfit_server.engine.search.library import formulas_of, library, packed, relevant, tokens
-from warpfit_server.engine.search.pairs import PairSearch, bytes_needed, structure_length
+from warpfit_server.engine.search.pairs import PairSearch, structure_length
 from warpfit_server.engine.search.views import factor_exponents, views
-from warpfit_server.limits import search_bytes
+from warpfit_server.limits import pair_search_bytes, search_bytes
 
 NAMES = ("add", "sub", "mul", "div", "square", "sqrt", "exp", "log", "sin", "asin", "tanh")
 X = np.random.default_rng(0).uniform(1.0, 3.0, (60, 3)).T
@@ -166,7 +166,7 @@ def test_weights_are_those_of_the_rows(weigher):
 
 @pytest.mark.parametrize(("rows", "size"), [(60, 2_000), (512, 1_000)])
 def test_a_search_takes_no_more_memory_than_is_admitted(weigher, monkeypatch, rows, size):
-    monkeypatch.setattr(pairs, "_WEIGHER_BYTES", 4 << 20)
+    monkeypatch.setattr(limits, "WEIGHER_BYTES", 4 << 20)
     rng = np.random.default_rng(3)
     X = rng.uniform(1.0, 3.0, (3, rows))
 
@@ -184,7 +184,7 @@ def test_a_search_takes_no_more_memory_than_is_admitted(weigher, monkeypatch, ro
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert bytes_needed(rows, size) // 8 < most < bytes_needed(rows, size)
+    assert pair_search_bytes(rows, size) // 8 < most < pair_search_bytes(rows, size)
 
 
 def test_memory_of_pairs_is_admitted_with_a_search():
@@ -193,7 +193,7 @@ def test_memory_of_pairs_is_admitted_with_a_search():
         search_bytes(SearchRequest(bytes(32), pairs=pairs, max_generations=1), layout)
         for pairs in (True, False)
     )
-    assert with_pairs - without == bytes_needed(512)
+    assert with_pairs - without == pair_search_bytes(512)
 
 
 def test_sums_take_terms_one_after_the_other_and_stop_where_noise_begins(weigher):
