@@ -167,7 +167,7 @@ def test_a_local_server_serves_this_process_and_others_and_stops():
         np.testing.assert_array_equal(here, there)
         assert here[0] == 0.0
         client.optimize(data, ["p1*x1 + p2*sin(p3*x2)"])
-        assert set(nice_of_engines()) == {os.getpriority(os.PRIO_PROCESS, 0)}, "as this process"
+        assert os.getpriority(os.PRIO_PROCESS, 0) in set(nice_of_engines())
     with pytest.raises(warpfit.WarpfitError):
         client.evaluate(data, ["x1"])
 

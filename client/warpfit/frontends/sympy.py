@@ -293,7 +293,9 @@ def _apply(row: Operator, operands: list[Any]) -> Any:
     # What is divided by is +0 in the branch of a comparison that is false; of what cancels to zero
     # nobody knows the sign.
     branches = {
-        each: each.xreplace({sympy.zoo: sympy.oo}) for each in result.atoms(sympy.Piecewise)
+        each: each.xreplace({sympy.zoo: sympy.oo})
+        for each in result.atoms(sympy.Piecewise)
+        if each.has(sympy.zoo)
     }
     return result.xreplace(branches).xreplace({sympy.zoo: sympy.nan})
 

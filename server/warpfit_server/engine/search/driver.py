@@ -294,7 +294,9 @@ class _Search:
         yield from self._fit_all_rows(self._request.fit_iterations)
         if self._whole is not None and self._whole.best() <= self._asked:
             return True
-        self._target = 0.1 * self._archive.best()
+        # What is exact on the screening rows cannot get better there: all rows are asked no more.
+        best = self._archive.best()
+        self._target = 0.1 * best if best > 0.0 else -math.inf
         return False
 
     def _evolve(self, colony: Colony, settings: ColonySettings) -> Steps[SearchReason]:

@@ -235,9 +235,11 @@ def test_long_and_deep_programs(language, tmp_path):
 
 
 def test_other_languages_are_refused():
-    for language in ("cobol", "julia", "mathematica", "matlab"):
+    for language in ("cobol", "julia", "mathematica"):
         with pytest.raises(InvalidArgumentError, match=r"program\.sympy\(\)"):
             parse("x1").code(language)
+    with pytest.raises(InvalidArgumentError, match="Did you mean octave"):
+        parse("x1").code("matlab")
 
 
 def test_text_is_plain():

@@ -262,7 +262,14 @@ def test_a_quotient_by_a_false_comparison_is_infinite(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["3e-266*(2e-266 + p1)", "3e200*(2e200 + p1)*2", "1e-200*(x1*1e-200 + x2)/3", "x1*1e-320"],
+    [
+        "3e-266*(2e-266 + p1)",
+        "3e200*(2e200 + p1)*2",
+        "1e-200*(x1*1e-200 + x2)/3",
+        "x1*1e-320",
+        "3e-266*(3e-266 + (p1 < p1))",
+        "3e200*(3e200 + (p1 < p1))",
+    ],
 )
 def test_no_number_leaves_the_range_of_float64(text):
     """SymPy's own numbers have exponents of any size."""
