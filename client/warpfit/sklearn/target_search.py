@@ -702,7 +702,9 @@ class TargetSearch:
                 program = Program.constant(unit * float(program.values[0]))
             else:
                 program = Program.apply("mul", Program.constant(unit), program)
-            program = program.simplify() if self.options.simplify else program
+            shorter = program.simplify() if self.options.simplify else program
+            # A quotient by a unit that becomes a product may be one too many for a rule.
+            program = shorter if self.rules.allows(shorter) else program
             most = self.options.max_size
             if most is not None and self.rules.size(program) > most and program.variables:
                 continue  # with its units it is longer than a formula may be
