@@ -903,7 +903,9 @@ class TargetSearch:
             {*finite} - {self.selection.null},
             key=lambda program: self.selection.choice_length(program, found[program][0]),
         )[:_SHORTENED]
-        steps = [(program, 1.0) for program in dict.fromkeys([chosen, *likely, *others])]
+        first = dict.fromkeys([chosen, *likely, *others])
+        # The front has the best constant, too, which nobody may have searched for.
+        steps = [(program, 1.0) for program in first if program in found]
         # Each group is fitted, so that a second round takes long there.
         far = likely if self.training.groups is None else []
         for program, factor in [*steps, *((program, _FAR) for program in far)]:
