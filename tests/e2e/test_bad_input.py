@@ -203,7 +203,7 @@ def test_content_id_as_the_contract_describes(caller):
 # ---------------------------------------------------------------------------------- seeded requests
 
 
-REQUESTS = 400
+REQUESTS = 200
 THREADS = 4
 GROWTH_BYTES = 32 << 20
 
@@ -224,7 +224,7 @@ def test_wrong_requests_get_answers_that_say_why():
                 ]
             return found, counts
 
-        send(0, 100)  # imports and compiles what is used later
+        send(0, 40)  # imports and compiles what is used later
         before = sum(map(private_bytes, family))
         with ThreadPoolExecutor(THREADS) as pool:
             parts = pool.map(send, range(1, THREADS + 1), [REQUESTS // THREADS] * THREADS)

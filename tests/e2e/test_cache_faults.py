@@ -74,6 +74,7 @@ def test_files_that_are_not_whole_are_made_again(cache, tmp_path):
     assert all(read(path) for path in damaged), "they are whole again"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "said"), [("full", "No space left"), ("read-only", "Read-only file system")]
 )

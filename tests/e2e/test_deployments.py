@@ -93,7 +93,9 @@ def answers(port: int, **security) -> bool:
 # ------------------------------------------------------------------------------------ containers
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize(
+    "block", [pytest.param(BLOCKS[0], marks=pytest.mark.thorough), *BLOCKS[1:]], ids=str
+)
 def test_every_line_with_a_container_works_as_it_stands(block: Snippet, environment, tmp_path):
     """Line by line, in one folder; a server of a line runs until the next line that starts one."""
     authority = Authority(tmp_path)
@@ -141,6 +143,7 @@ def run(line: str, environment: Mapping[str, str], folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_a_line_without_consent_would_not_start(environment, tmp_path):
     """The check can fail: the image alone refuses to serve plain text to a network."""
     (line,) = (x for x in commands(BLOCKS[0]) if "docker run" in x and "--gpus" not in x)
@@ -185,6 +188,7 @@ def test_the_services_of_the_compose_file_start(environment, tmp_path):
 HELM = [line for s in snippets("deploy/README.md") for line in commands(s) if "helm " in line]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not deployments.can_render(), reason="needs helm or go")
 @pytest.mark.parametrize(
     "changes",
@@ -215,6 +219,7 @@ def test_the_pods_of_the_chart_start(changes, environment, tmp_path):
         assert answers(port, **security)
 
 
+@pytest.mark.thorough
 def test_the_unit_of_systemd_starts(environment, tmp_path):
     """With the tokens that the unit names in a comment."""
     unit = (DEPLOY / "systemd/warpfit.service").read_text()

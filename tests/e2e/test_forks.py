@@ -104,7 +104,17 @@ assert fits
 }
 
 
-@pytest.mark.parametrize("case", PROGRAMS)
+#: Like the first case, and a long one.
+_FURTHER = {
+    *("after calls without a deadline", "a client of the child"),
+    "while a long fit follows another one in a call",
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=pytest.mark.thorough if c in _FURTHER else ()) for c in PROGRAMS],
+)
 def test_a_fork_leaves_calls_that_work_or_say_why(server, case):
     run(BEGIN + PROGRAMS[case], server.address, {"GRPC_ENABLE_FORK_SUPPORT": "1"})
 

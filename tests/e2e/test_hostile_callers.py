@@ -71,7 +71,14 @@ def works(client):
         client.info()
 
 
-@pytest.mark.parametrize("method", ["GetServerInfo", "GetVariables", "Evaluate", "UploadVariables"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("GetServerInfo", "Evaluate"),
+        pytest.param("GetVariables", marks=pytest.mark.thorough),
+        pytest.param("UploadVariables", marks=pytest.mark.thorough),
+    ],
+)
 def test_calls_without_a_message(server, modest, greedy, method):
     """Two tenants take all open calls and all bytes in flight that they can."""
     connections = [greedy(("greedy", "second")[number % 2]) for number in range(8)]

@@ -60,7 +60,13 @@ def hostile(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("script", "printed"),
-    [(EMBEDDED, "0.0"), (ALGEBRA, "1"), (COMPILERS, "True"), (KERNELS, "COMPILER_DIED")],
+    [
+        (EMBEDDED, "0.0"),
+        *(  # `test_every_child_is_started_in_one_way`
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in ((ALGEBRA, "1"), (COMPILERS, "True"), (KERNELS, "COMPILER_DIED"))
+        ),
+    ],
     ids=["embedded", "algebra", "compilers", "kernels"],
 )
 def test_children_import_nothing_of_the_working_directory(hostile, script, printed):

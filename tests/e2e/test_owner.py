@@ -68,7 +68,7 @@ def lives(process):
     [
         pytest.param(WAIT, signal.SIGINT, id="SIGINT", marks=pytest.mark.thorough),
         pytest.param(FORK, signal.SIGKILL, id="a child that Python does not know lives longer"),
-        pytest.param(EXEC, None, id="another program in its place"),
+        pytest.param(EXEC, None, id="another program in its place", marks=pytest.mark.thorough),
         pytest.param(THREAD, signal.SIGTERM, id="its thread ends", marks=pytest.mark.thorough),
     ],
 )
@@ -97,6 +97,7 @@ def test_a_server_ends_with_its_owner_and_leaves_nothing(tmp_path, program, end)
                 subprocess.run(["kill", "-9", str(pid)], stderr=subprocess.DEVNULL, check=False)
 
 
+@pytest.mark.thorough
 def test_an_owner_that_is_killed_while_the_server_starts(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", BEGIN + WAIT]
@@ -129,6 +130,7 @@ def test_a_server_of_its_own_outlives_its_parent_and_under_nohup_the_terminal(tm
     eventually(lambda: not psutil.pid_exists(pid) or not lives(psutil.Process(pid)), 100)
 
 
+@pytest.mark.thorough
 def test_sighup_ends_a_server_in_good_order(tmp_path):
     command = [sys.executable, "-m", "warpfit_server", "--port", "0"]
     command += ["--devices", "cpu", "--threads", "1"]

@@ -74,6 +74,7 @@ def test_threads_that_compute_are_as_nice_as_the_setting_says(server, clients):
     assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {own, own + 7}
 
 
+@pytest.mark.thorough
 def test_a_second_signal_cuts_calls_off(tmp_path):
     log = tmp_path / "log"
     impatient = warpfit.RetryPolicy(total_seconds=0)
@@ -235,7 +236,10 @@ def test_top_prints_what_happens(server, clients, capsys):
     assert not [word for word in (*words, "cpu:0", "work left") if word not in printed]
 
 
-@pytest.mark.parametrize("kind", ["address", "health", "metrics"])
+@pytest.mark.parametrize(
+    "kind",
+    ["address", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("health", "metrics"))],
+)
 def test_a_port_in_use_is_refused(server, kind, tmp_path):
     address = server.address if kind == "address" else server.facts[kind]
     flag = "--port" if kind == "address" else f"--{kind}-port"
@@ -314,6 +318,7 @@ def test_sigterm_lets_calls_finish_whichever_thread_gets_it(tmp_path):
     assert not list(tmp_path.iterdir()), "the file with its address is gone, too"
 
 
+@pytest.mark.thorough
 def test_sigterm_waits_for_calls_and_not_for_those_that_watch_its_health():
     """A front end may have to ask the main process for a data set, while it ends itself."""
     with (
@@ -377,6 +382,7 @@ def is_listening(address: str) -> bool:
     return True
 
 
+@pytest.mark.thorough
 def test_sigterm_in_a_first_start_ends_all_that_compile(tmp_path):
     """Which would take a minute, and be of no use to anybody."""
     command = [sys.executable, "-m", "warpfit_server", "--port", "0", "--devices", "cpu:2"]

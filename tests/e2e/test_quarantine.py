@@ -39,6 +39,7 @@ def test_a_batch_is_refused_after_its_second_crash_and_others_are_answered(serve
     health.wait_for(server.facts["health"], "SERVING")
 
 
+@pytest.mark.thorough
 def test_a_data_set_of_which_every_batch_kills_is_refused(server):
     X = np.random.default_rng(2).normal(size=(100, 2))
     with warpfit.connect(server.address) as client:
@@ -53,6 +54,7 @@ def test_a_data_set_of_which_every_batch_kills_is_refused(server):
         assert client.evaluate(client.upload(X + 1, X[:, 0] + 1), ["x1"], loss="mse")[0] == 0.0
 
 
+@pytest.mark.thorough
 def test_a_data_set_is_loaded_by_no_third_engine(server):
     X = np.random.default_rng(1).normal(size=(100, 13))
     with warpfit.connect(server.address) as client:

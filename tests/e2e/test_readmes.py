@@ -1,5 +1,7 @@
 """Every snippet of every README works when it is pasted, and what the READMEs name exists."""
 
+import contextlib
+import io
 import os
 import re
 import shlex
@@ -29,15 +31,20 @@ from support.repository.readmes import (
 )
 from support.repository.required_packages import absent_modules
 from support.servers.server import ServerProcess
+from warpfit.cli.main import main
 
 ADDRESS = "127.0.0.1:50551"
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 #: So many programs of these two have tests of their own.
 LOOKED_AT = {"README.md": 2, "client/README.md": 1}
+#: Pages like the one of PySR.
+_OF_OTHERS = [f"deploy/site/pages/coming_from_{name}.md" for name in ("gplearn", "operon", "deap")]
 PROGRAMS = [program for path in READMES for program in programs(path)[LOOKED_AT.get(path, 0) :]]
 SHELL = [s for path in READMES for s in snippets(path) if s.language == "sh"]
 LINES = [line for snippet in SHELL for line in commands(snippet)]
 INSTALLING = [snippet for snippet in SHELL if installs(snippet)]
+#: Once each, though several READMEs may name the same commands.
+RUNNING = list({s.code: s for s in SHELL if not installs(s)}.values())
 #: What is not run as it stands, by the beginning of the command, and why. All other command lines
 #: of the READMEs are run, in blocks and in sentences.
 NOT_RUN = {
@@ -67,8 +74,11 @@ MAIN = "import sys; from warpfit.cli.main import main; sys.exit(main())"
 # ---------------------------------------------------------------------------------- Python blocks
 
 
-def execute(program: list[Snippet], server: ServerProcess, generations: int = 4) -> dict[str, Any]:
-    """Run the blocks of one program; one that goes on finds an open client and its data."""
+def execute(program: list[Snippet], server: ServerProcess, **sizes: int) -> dict[str, Any]:
+    """Run the blocks of one program; one that goes on finds an open client and its data.
+
+    A search takes one generation, and other sizes that are given.
+    """
     names: dict[str, Any] = {}
     for snippet in program:
         if snippet.language == "py":
@@ -76,19 +86,27 @@ def execute(program: list[Snippet], server: ServerProcess, generations: int = 4)
             data = client.upload(names["X"], names["y"], names=columns)
             names |= {"client": client, "data": data}
         code = snippet.code.replace(ADDRESS, server.address)
-        code = re.sub(r"generations=\d+", f"generations={generations}", code)  # 30 take minutes
+        for name, size in {"generations": 1, **sizes}.items():  # 30 generations take minutes
+            code = re.sub(rf"\b{name}=\d+", f"{name}={size}", code)
         exec(compile(code, str(snippet), "exec"), names)
     return names
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: str(program[0]))
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(one, marks=pytest.mark.thorough if one[0].path in _OF_OTHERS else ())
+        for one in PROGRAMS
+    ],
+    ids=lambda program: str(program[0]),
+)
 def test_python(program: list[Snippet], server: ServerProcess, monkeypatch: pytest.MonkeyPatch):
     for library in ("deap", "sympy", "gplearn", "pyoperon", "sklearn"):
         if any(re.search(rf"^(import|from) (warpfit\.)?{library}", s.code, re.M) for s in program):
             pytest.importorskip(library)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("WARPFIT_ADDRESS", server.address)  # where an estimator would start one
-    for value in execute(program, server).values():
+    for value in execute(program, server, population=50).values():
         if isinstance(value, warpfit.Client):
             value.close()
 
@@ -98,7 +116,7 @@ def test_the_front_page_finds_a_law_and_evaluates_a_population(server: ServerPro
     monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
     search, worker = programs("README.md")
     assert all(len(part.code.strip().splitlines()) <= 10 for part in (*search, *worker))
-    assert execute(search, server, generations=1)["model"].front_
+    assert execute(search, server)["model"].front_
     names = execute(worker, server)
     assert np.asarray(names["losses"]).argmin() == 0
     np.testing.assert_allclose(names["fit"].parameters[0], [2.5, 1.0], rtol=1e-3)
@@ -109,7 +127,7 @@ def test_the_tutorial_finds_the_law_and_points_at_the_mistake(
     server: ServerProcess, capsys, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
-    names = execute(programs("client/README.md")[0], server, generations=1)
+    names = execute(programs("client/README.md")[0], server)
     np.testing.assert_allclose(names["fit"].parameters[0], [1.5, 0.3], rtol=1e-3)
     assert names["model"].score(names["X"], names["y"]) > 0.9
     lines = capsys.readouterr().out.splitlines()
@@ -120,9 +138,10 @@ def test_the_tutorial_finds_the_law_and_points_at_the_mistake(
 # ----------------------------------------------------------------------------------- shell blocks
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what snippets touch, with a table of data."""
+    tmp_path = tmp_path_factory.mktemp("checkout")
     for folder in ("client", "proto"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
@@ -131,7 +150,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("snippet", [s for s in SHELL if not installs(s)], ids=str)
+@pytest.mark.parametrize("snippet", RUNNING, ids=str)
 def test_shell(
     snippet: Snippet, server: ServerProcess, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -225,7 +244,15 @@ def help_of(*words: str) -> str:
 
 
 def run(words: list[str], folder: Path) -> str:
-    """Run a command to its end."""
+    """Run a command to its end; our own runs here, for which nothing has to be imported anew."""
+    if words[0] == "warpfit":
+        with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as out:
+            try:
+                status = main(words[1:])
+            except SystemExit as end:
+                status = end.code or 0
+        assert status == 0, words
+        return out.getvalue()
     done = subprocess.run(**executed(words, folder), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -31,7 +31,14 @@ def search(server):
     return make
 
 
-@pytest.mark.parametrize("operators", [["+", "*"], ["exp", "log"], ["square"]])
+@pytest.mark.parametrize(
+    "operators",
+    [
+        ["exp", "log"],
+        pytest.param(["+", "*"], marks=pytest.mark.thorough),
+        pytest.param(["square"], marks=pytest.mark.thorough),
+    ],
+)
 def test_noise_ends_no_search_with_an_exception(search, operators):
     X = np.random.RandomState(0).uniform(size=(30, 3))
     settings = {"population": 500, "generations": 2, "simplify": False}

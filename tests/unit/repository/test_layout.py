@@ -86,10 +86,13 @@ def imports(module: str) -> set[str]:
     return found & set(MODULES) - {module}
 
 
+_FOR_TYPES = ast.dump(ast.Name("TYPE_CHECKING", ast.Load()))
+
+
 def walk(node: ast.AST):
     yield node
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if isinstance(child, ast.If) and ast.dump(child.test) == _FOR_TYPES:
             continue
         yield from walk(child)
 
