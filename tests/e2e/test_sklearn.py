@@ -129,11 +129,11 @@ def test_guesses_begin_a_population(search):
             search(guesses=wrong).fit(X, y)
 
 
-def test_a_law_is_found_and_written_in_the_names_of_the_columns(search):
+def test_a_law_is_found_and_written_in_the_names_of_the_columns(server: ServerProcess):
     pandas = pytest.importorskip("pandas")
     X = points()
     table = pandas.DataFrame(X, columns=["a", "b", "c"])
-    model = search(generations=40, random_state=3, simplify=True).fit(table, law(X))
+    model = SymbolicRegressor(address=server.address, random_state=3).fit(table, law(X))
     fresh = points(seed=1)
     np.testing.assert_allclose(
         model.predict(pandas.DataFrame(fresh, columns=["a", "b", "c"])), law(fresh), rtol=1e-6

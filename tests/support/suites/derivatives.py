@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from support.coverings import covering_first
 from support.engines.gradients import ask, derive, linearise
 from support.engines.operators import edge_values, programs
 from support.engines.references import NumpyEngine
@@ -211,9 +212,9 @@ def test_the_branch_not_taken_is_not_seen(engine):
 # ----------------------------------------------------------------- losses, gradients, curvatures
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("rows", [1, 5000])
+@pytest.mark.parametrize(
+    ("loss", "weights", "rows"), covering_first(list(LOSSES), [False, True], [1, 5000])
+)
 def test_linearisation(engine, loss, weights, flavour, rows):
     dtype, precision, tolerance = flavour
     data = make_dataset(rows, dtype, weights=weights)

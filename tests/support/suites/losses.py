@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from support.coverings import covering_first
 from support.engines.gradients import ask, derive
 from support.engines.references import moments_of
 from support.suites.derivatives import make_dataset, smooth_programs
@@ -49,9 +50,9 @@ ALL_LOSSES = {"sse": Loss.SSE, "mae": Loss.MAE, "nmse": Loss.NMSE} | {
 OWN = losses.LossFunction.parse("log1p(d^2) + 0.1*abs(d)", "sum")
 
 
-@pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("name", ALL_LOSSES)
-@pytest.mark.parametrize("rows", [3, 70_001])
+@pytest.mark.parametrize(
+    ("weights", "name", "rows"), covering_first([False, True], list(ALL_LOSSES), [3, 70_001])
+)
 def test_a_loss_is_the_same_however_it_is_asked_for(
     engine, flavour, loss_errors, name, weights, rows
 ):
@@ -78,9 +79,10 @@ def test_a_loss_is_the_same_however_it_is_asked_for(
         np.testing.assert_allclose(other, alone, rtol=loss_errors.asked_otherwise)
 
 
-@pytest.mark.parametrize("size", [1e-9, 2e-5, 0.01, 3.0])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", [*ALL_LOSSES, "own"])
+@pytest.mark.parametrize(
+    ("size", "dtype", "name"),
+    covering_first([1e-9, 2e-5, 0.01, 3.0], ["float32", "float64"], [*ALL_LOSSES, "own"]),
+)
 def test_small_differences_keep_their_digits(engine, loss_errors, name, dtype, size):
     """Values are exact here, so that all errors are those of the loss."""
     rng = np.random.default_rng(8)
@@ -102,10 +104,10 @@ def test_small_differences_keep_their_digits(engine, loss_errors, name, dtype, s
         np.testing.assert_allclose(got, want, rtol=tolerance)
 
 
-@pytest.mark.parametrize("mean", [0.0, 1e8, -3e12])
-@pytest.mark.parametrize("noise", [1e-9, 1e-4, 1.0])
-@pytest.mark.parametrize("rows", [5, 70_001])
-@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize(
+    ("mean", "noise", "rows", "weights"),
+    covering_first([0.0, 1e8, -3e12], [1e-9, 1e-4, 1.0], [5, 70_001], [False, True]),
+)
 def test_moments_keep_their_digits(engine, mean, noise, rows, weights):
     """Of values far from zero, and of programs whose best line is next to the target."""
     rng = np.random.default_rng(9)
@@ -133,9 +135,14 @@ def test_nan_where_no_row_has_weight_is_not_lost(engine):
 # ------------------------------------------------------------------------- statistics of values
 
 
-@pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("rows", [(0, 1), (0, 40_000), (300, 5_000), (1024, 2048), (2_000, 2_300)])
+@pytest.mark.parametrize(
+    ("weights", "dtype", "rows"),
+    covering_first(
+        [False, True],
+        ["float32", "float64"],
+        [(0, 1), (0, 40_000), (300, 5_000), (1024, 2048), (2_000, 2_300)],
+    ),
+)
 def test_reductions_and_moments(engine, weights, dtype, rows):
     data = make_dataset(max(rows[1], 6_000) if rows[0] else rows[1], dtype, weights=weights)
     outputs = derive(engine, data, *smooth_programs(), statistics=True, rows=rows)

@@ -305,7 +305,10 @@ def test_iterations_are_few_from_every_start(outcomes):
     assert outcomes["BoxBOD", 1][2] <= 60
 
 
-@pytest.mark.parametrize(("name", "start"), CASES)
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [pytest.param(*c, marks=pytest.mark.thorough if c[1] == 2 else ()) for c in CASES],
+)
 def test_final_accuracy_reaches_six_certified_digits(engine, name, start):
     problem, final = PROBLEMS[name], Tolerances.of(np.dtype("float64"), Accuracy.FINAL)
     found = fit(
