@@ -1,19 +1,34 @@
-"""The colony of a search on the CPU: compiled loops over its formulas, on all threads."""
+"""The colony of a search on the CPU: compiled loops over its formulas, on all threads.
+
+The simple form of what happens to the children of a generation (`screen_chunk`):
+
+    for each child:
+        evaluate it on the first quarter of the screening rows, and find its loss there
+        if it is better there than the formula whose place it wants, or the best of its size:
+            evaluate it on the other rows, too, and find its loss on all of them
+
+Most children are worse than what there is, and the first rows, which are in random order, say
+so. Formulas are run token by token by the kernels of the engine (`codegen.kernels`), a block of
+rows at a time. Lowering them first, as batches of requests are, takes longer than it saves for
+formulas that are evaluated once.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numba import types
+from numba import carray, types
+from numba.extending import register_jitable
 from numpy.typing import NDArray
 
-from warpfit.ir import Batch
-from warpfit.request import Evaluation, Precision, Timings
+from warpfit.ops import CONSTANT, VARIABLE
 from warpfit.searching import SearchRequest
-from warpfit_server.engine.cpu.interpreter import ONE_SPAN, ChunkedWork, Cut
-from warpfit_server.engine.interface import Outputs, Steps
+from warpfit_server.engine.cpu.interpreter import INVARIANT_WIDTH, ONE_SPAN, ChunkedWork, Cut
+from warpfit_server.engine.interface import Steps
+from warpfit_server.engine.lowering import COPY_CODE
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.arguments import (
     FAILED,
@@ -23,10 +38,12 @@ from warpfit_server.engine.native.arguments import (
     chunk_ranges,
     floats,
     octets,
+    pointer32,
+    pointer64,
     reader,
     words,
 )
-from warpfit_server.engine.native.intrinsics import inlined
+from warpfit_server.engine.native.intrinsics import aligned, call_kernel, inlined
 from warpfit_server.engine.native.numba_cache import address_of
 from warpfit_server.engine.search.colony import (
     LEAST_SPREAD,
@@ -40,6 +57,7 @@ from warpfit_server.engine.search.colony import (
     estimate_distinct,
 )
 from warpfit_server.engine.search.genome import (
+    ARITY,
     MAX_SIZE,
     WIDTH,
     breed,
@@ -52,16 +70,23 @@ from warpfit_server.engine.search.genome import (
 )
 
 #: Formulas of a colony and of an island, where a request does not say.
-_FORMULAS: Final = 8192
-_ISLAND: Final = 512
-#: Generations between two rounds of fits, pairs for each formula, and pairs that take as long as
-#: what else a step for pairs does: generations, fits and pairs take about a third of the time each.
-_SCHEDULE: Final = (4, 200, 3_000_000)
-#: Formulas that are evaluated at a time, so that their values stay in the cache, and in a chunk.
-_EVALUATED: Final = 2048
+_FORMULAS: Final = 2048
+_ISLAND: Final = 256
+#: Generations between two rounds of fits, formulas of an island that are fitted then, pairs for
+#: each formula, and pairs that take as long as what else a step for pairs does: generations, fits
+#: and pairs take about a third of the time each.
+_SCHEDULE: Final = (2, 40, 200, 3_000_000)
+#: Formulas of a chunk, and token-rows that take about as long as breeding or screening one.
 _IN_CHUNK: Final = 64
-#: Token-rows that take about as long as breeding or scoring a formula.
 _COST_OF_A_FORMULA: Final = 4_000
+#: Rows of a block, whose values stay in the first-level cache.
+_BLOCK: Final = 512
+#: Screening rows from which on a part of them comes first, and that part.
+_MANY_ROWS: Final = 256
+_FIRST_PART: Final = 4
+#: Times as large as that of the formula in its place the score of a child on the first rows may be,
+#: so that it is evaluated on the others. What is equal there is most often equal everywhere.
+_CLOSE: Final = 1.0 - 1e-6
 #: Places of the table of structures that were tried; a power of 2.
 _TABLE: Final = 1 << 20
 #: What does not vary between the formulas of a generation.
@@ -72,6 +97,9 @@ _STATE: Final = np.dtype(
         ("formulas", np.int64),
         ("island", np.int64),  # formulas of an island
         ("rows", np.int64),
+        ("first_rows", np.int64),  # 0 if all children are evaluated on all rows
+        ("close", np.float64),  # `_CLOSE`, or infinity for children that are evaluated anyway
+        ("pitch", np.int64),  # bytes from one variable to the next
         ("floor", np.float64),
         ("least_spread", np.float64),
         ("spread", np.float64),  # variance of the target
@@ -82,13 +110,14 @@ _STATE: Final = np.dtype(
     align=True,
 )
 #: Arrays of the argument blocks: grammar and state; the population; children, whose places in the
-#: population ``_PLACES`` has; what was tried; the best of each size; and the screening rows.
+#: population ``_PLACES`` has; what was tried; the best of each size; and the screening rows with
+#: the addresses of the kernels. Early losses are those on the first rows.
 (
-    _GRAMMAR, _UNITS, _OWN_STATE, _CODES, _VALUES, _LENGTHS, _LOSSES, _SCORES, _IS_NEW,
-    _CHILD_CODES, _CHILD_VALUES, _CHILD_LENGTHS, _CHILD_LOSSES, _HASHES, _PLACES,
-    _TRIED, _REGISTERS, _BEST_CODES, _BEST_VALUES, _BEST_LENGTHS, _BEST_LOSSES, _PARSIMONY,
-    _NUMBERS, _TARGET, _WEIGHTS,
-) = range(OWN_ARRAYS, OWN_ARRAYS + 25)  # fmt: skip
+    _GRAMMAR, _UNITS, _OWN_STATE, _CODES, _VALUES, _LENGTHS, _LOSSES, _EARLY_LOSSES, _SCORES,
+    _CHILD_CODES, _CHILD_VALUES, _CHILD_LENGTHS, _CHILD_LOSSES, _CHILD_EARLY_LOSSES,
+    _RATIOS, _HASHES, _PLACES, _TRIED, _REGISTERS, _BEST_CODES, _BEST_VALUES, _BEST_LENGTHS,
+    _BEST_LOSSES, _BEST_EARLY_LOSSES, _PARSIMONY, _MATRIX, _KERNELS, _TARGET, _WEIGHTS,
+) = range(OWN_ARRAYS, OWN_ARRAYS + 29)  # fmt: skip
 _states = reader(_STATE)
 _singles = reader(types.float32)
 _integers = reader(types.int32)
@@ -148,50 +177,143 @@ def breed_chunk(block: int, chunk: int) -> int:
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def score_chunk(block: int, chunk: int) -> int:
-    """Find the losses of a range of children by their values, relative to the best constant."""
+def screen_chunk(block: int, chunk: int) -> int:
+    """Find the losses of a range of children, relative to that of the best constant.
+
+    The loss is infinite of a child that is better on the first rows neither than the formula in its
+    place nor than the best of its size.
+    """
     children, _, _ = chunk_ranges(block, chunk)
-    state, losses = _states(block, _OWN_STATE)[0], _singles(block, _CHILD_LOSSES)
-    target, weights = floats(block, _TARGET), floats(block, _WEIGHTS)
+    grammar, state = _integers(block, _GRAMMAR), _states(block, _OWN_STATE)[0]
+    codes, values = octets(block, _CHILD_CODES), _singles(block, _CHILD_VALUES)
+    lengths, places = _integers(block, _CHILD_LENGTHS), words(block, _PLACES)
+    losses, early = _singles(block, _CHILD_LOSSES), _singles(block, _CHILD_EARLY_LOSSES)
+    ratios, best_early = _singles(block, _RATIOS), _singles(block, _BEST_EARLY_LOSSES)
+    known_lengths, known_early = _integers(block, _LENGTHS), _singles(block, _EARLY_LOSSES)
+    known_codes, parsimony = octets(block, _CODES), _singles(block, _PARSIMONY)
+    width = np.int64(grammar[WIDTH])
+    numbers = np.empty(width * (_BLOCK + INVARIANT_WIDTH // 8 + 1) + state.rows + 8)
+    stack = np.empty((2, width), np.int64)
     for child in range(children.start, children.stop):
-        first, stop = child * state.rows, (child + 1) * state.rows
-        if state.itemsize == 4:
-            losses[child] = _loss(_singles(block, _NUMBERS)[first:stop], target, weights, state)
-        else:
-            losses[child] = _loss(floats(block, _NUMBERS)[first:stop], target, weights, state)
-    return FINISHED if len(losses) > 0 else FAILED
+        length, first, place = np.int64(lengths[child]), child * width, places[child]
+        losses[child] = early[child] = np.inf
+        ratios[child] = 0.0
+        if length == 0:
+            continue
+        own_codes, own_values = codes[first : first + length], values[first : first + length]
+        rows = state.first_rows if state.first_rows > 0 else state.rows
+        _run(block, own_codes, own_values, 0, rows, numbers, stack)
+        early[child] = _screened(block, state, numbers, rows)
+        size = size_of(grammar, codes, first, first + length)
+        is_close = early[child] < state.close * best_early[min(size, len(best_early) - 1)]
+        if known_lengths[place] > 0:
+            start, weight = place * width, parsimony[place // state.island]
+            known_size = size_of(grammar, known_codes, start, start + known_lengths[place])
+            score = max(early[child], state.floor) * (1.0 + weight * size)
+            bound = max(known_early[place], state.floor) * (1.0 + weight * known_size)
+            ratios[child] = score / bound
+        if state.first_rows > 0 and not (is_close or ratios[child] < state.close):
+            continue
+        _run(block, own_codes, own_values, rows, state.rows, numbers, stack)
+        losses[child] = _screened(block, state, numbers, state.rows)
+    return FINISHED if len(numbers) > 0 else FAILED
 
 
 @inlined
+def _run(
+    block: int, codes: Any, values: Any, start: int, stop: int, numbers: Any, stack: Any
+) -> None:
+    """Evaluate a formula on a range of rows.
+
+    Args:
+        block: the argument block.
+        codes: of the formula.
+        values: likewise.
+        start: the first row.
+        stop: behind the last row.
+        numbers: memory: the values of all rows, then the constants, then the stack's values.
+        stack: memory for the operands that wait for an operator: address, and whether it is that of
+            a constant; [2, width].
+    """
+    grammar, state = _integers(block, _GRAMMAR), _states(block, _OWN_STATE)[0]
+    kernels, matrix = words(block, _KERNELS), words(block, _MATRIX)[0]
+    result = numbers.ctypes.data
+    constants = result + aligned(state.rows * state.itemsize, INVARIANT_WIDTH)
+    slots = constants + stack.shape[1] * INVARIANT_WIDTH
+    for token in range(len(codes)):
+        if codes[token] == CONSTANT:
+            address = constants + token * INVARIANT_WIDTH
+            if state.itemsize == 4:
+                carray(pointer32(address), INVARIANT_WIDTH // 4)[:] = values[token]
+            else:
+                carray(pointer64(address), INVARIANT_WIDTH // 8)[:] = values[token]
+    for row in range(start, stop, _BLOCK):
+        count, height = min(_BLOCK, stop - row), 0
+        target = result + row * state.itemsize
+        for token in range(len(codes)):
+            code = np.int64(codes[token])
+            if code == CONSTANT:
+                stack[0, height], stack[1, height] = constants + token * INVARIANT_WIDTH, 1
+            elif code == VARIABLE:
+                column = matrix + np.int64(values[token]) * state.pitch
+                stack[0, height], stack[1, height] = column + row * state.itemsize, 0
+            else:
+                arity, broadcast = int(grammar[ARITY + code]), 0
+                height -= arity
+                for operand in range(arity):
+                    broadcast |= stack[1, height + operand] << operand
+                is_last = token == len(codes) - 1
+                own = target if is_last else slots + height * _BLOCK * state.itemsize
+                second = stack[0, height + 1] if arity > 1 else 0
+                third = stack[0, height + 2] if arity > 2 else 0
+                call_kernel(kernels[code], (own, stack[0, height], second, third, broadcast, count))
+                stack[0, height], stack[1, height] = own, 0
+            height += 1
+        if len(codes) == 1:
+            call_kernel(kernels[COPY_CODE], (target, stack[0, 0], 0, 0, stack[1, 0], count))
+
+
+@inlined
+def _screened(block: int, state: Any, numbers: Any, rows: int) -> Any:
+    """Return the loss of values on the first rows, relative to that of the best constant."""
+    target, weights = floats(block, _TARGET)[:rows], floats(block, _WEIGHTS)[:rows]
+    address = numbers.ctypes.data
+    if state.itemsize == 4:
+        return _loss(carray(pointer32(address), rows), target, weights, state)
+    return _loss(carray(pointer64(address), rows), target, weights, state)
+
+
+@register_jitable(error_model="numpy", fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
 def _loss(values: Any, target: Any, weights: Any, state: Any) -> Any:
     """Return the loss of values, relative to that of the best constant; infinity if they have none.
 
     Values that hardly vary, or are so large or small that their squares are no numbers, have none:
     their slope would be made of rounding errors.
     """
-    fitted = state.fitted
-    own_mean, mean = 0.0, 0.0
+    fitted, total, own_mean, mean = state.fitted, 0.0, 0.0, 0.0
+    for row in range(len(target)):
+        total += weights[row]
     if fitted == 2:
-        mean = state.mean
         for row in range(len(target)):
             own_mean += weights[row] * values[row]
-    squares, products, errors = 0.0, 0.0, 0.0
-    for row in range(len(target)):
-        d, y = values[row] - own_mean, target[row] - mean
-        squares += weights[row] * d * d
-        products += weights[row] * d * y
-        errors += weights[row] * (y - d) * (y - d)
+            mean += weights[row] * (target[row] - state.mean)
+        own_mean, mean = own_mean / total, state.mean + mean / total
+    squares, products, errors, slope = 0.0, 0.0, 0.0, 1.0
     if fitted > 0:
-        deviation = np.sqrt(squares)
+        for row in range(len(target)):
+            d, y = values[row] - own_mean, target[row] - mean
+            squares += weights[row] * d * d
+            products += weights[row] * d * y
+        deviation = np.sqrt(squares / total)
         if not (SPREADS[0] < deviation < SPREADS[1]):
             return np.inf
         if not deviation > state.least_spread * abs(own_mean):
             return np.inf
-        slope, errors = products / squares, 0.0
-        for row in range(len(target)):
-            error = target[row] - mean - slope * (values[row] - own_mean)
-            errors += weights[row] * error * error
-    return errors / state.spread if errors >= 0.0 else np.inf
+        slope = products / squares
+    for row in range(len(target)):
+        error = target[row] - mean - slope * (values[row] - own_mean)
+        errors += weights[row] * error * error
+    return errors / (total * state.spread) if errors >= 0.0 else np.inf
 
 
 @_compiled  # type: ignore[untyped-decorator]
@@ -205,11 +327,13 @@ def keep_chunk(block: int, chunk: int) -> int:
     lengths, losses = _integers(block, _CHILD_LENGTHS), _singles(block, _CHILD_LOSSES)
     hashes, places = _unsigned(block, _HASHES), words(block, _PLACES)
     own_lengths, own_losses = _integers(block, _LENGTHS), _singles(block, _LOSSES)
+    early, own_early = _singles(block, _CHILD_EARLY_LOSSES), _singles(block, _EARLY_LOSSES)
     own_codes, own_values = octets(block, _CODES), _singles(block, _VALUES)
-    scores, is_new = _singles(block, _SCORES), octets(block, _IS_NEW)
+    scores = _singles(block, _SCORES)
     tried, registers = _unsigned(block, _TRIED), _integers(block, _REGISTERS)
     best_codes, best_values = octets(block, _BEST_CODES), _singles(block, _BEST_VALUES)
     best_lengths, best_losses = _integers(block, _BEST_LENGTHS), _singles(block, _BEST_LOSSES)
+    best_early = _singles(block, _BEST_EARLY_LOSSES)
     parsimony, width = _singles(block, _PARSIMONY), np.int64(grammar[WIDTH])
     for child in range(len(lengths)):
         length, first = np.int64(lengths[child]), child * width
@@ -229,10 +353,12 @@ def keep_chunk(block: int, chunk: int) -> int:
         if score < scores[place] * _BETTER or own_lengths[place] == 0:
             copy_tokens(codes, values, first, first + length, own_codes, own_values, place * width)
             own_lengths[place], own_losses[place] = length, loss
-            scores[place], is_new[place] = score, 1
+            own_early[place] = early[child]
+            scores[place] = score
         if size < len(best_losses) and loss < best_losses[size] * _BETTER:
             copy_tokens(codes, values, first, first + length, best_codes, best_values, size * width)
             best_lengths[size], best_losses[size] = length, loss
+            best_early[size] = early[child]
     return FINISHED if width > 0 else FAILED
 
 
@@ -247,7 +373,7 @@ def rank_of(word: Any) -> int:
 
 def load() -> None:
     """Load the compiled functions, or compile them."""
-    for function in (populate_chunk, breed_chunk, score_chunk, keep_chunk):
+    for function in (populate_chunk, breed_chunk, screen_chunk, keep_chunk):
         numba_cache.load_chunk_function(function)
 
 
@@ -258,33 +384,38 @@ def colony_settings(request: SearchRequest) -> ColonySettings:
     return ColonySettings(islands, formulas // islands, request.seed, *_SCHEDULE)
 
 
-class _Children(NamedTuple):
+class Children(NamedTuple):
     """Formulas that compete for places of the population."""
 
     codes: NDArray[np.uint8]
     values: NDArray[np.float32]
     lengths: NDArray[np.int32]
     losses: NDArray[np.float32]
+    early_losses: NDArray[np.float32]
+    """On the first rows."""
+    ratios: NDArray[np.float32]
+    """Score on the first rows over that of the formula in the place; 0 where there is none."""
     hashes: NDArray[np.uint64]
     """Of their structures."""
     places: NDArray[np.int64]
 
     @classmethod
-    def of(cls, genomes: Genomes, places: NDArray[np.int64]) -> _Children:
+    def of(cls, genomes: Genomes, places: NDArray[np.int64]) -> Children:
         """Return formulas for some places, without losses."""
-        losses = np.full(len(places), np.inf, np.float32)
-        return cls(*genomes, losses, np.zeros(len(places), np.uint64), places)
+        losses, early, ratios = np.full((3, len(places)), np.inf, np.float32)
+        return cls(*genomes, losses, early, ratios, np.zeros(len(places), np.uint64), places)
 
-    def some(self, index: Any) -> _Children:
+    def some(self, index: Any) -> Children:
         """Return some of them; a slice shares their memory."""
-        return _Children._make(array[index] for array in self)
+        return Children._make(array[index] for array in self)
 
 
 class CpuColony:
     """The colony of a CPU engine; implements `warpfit_server.engine.search.colony.Colony`.
 
     Args:
-        evaluate: `interface.Engine.evaluate` of the engine.
+        matrix: the columns of the screening rows, [columns, rows], variables first.
+        kernels: addresses by code of instruction, int64.
         run: runs the chunks of work in steps.
         cancelled: as in `interface.Outputs`.
         grammar: from `genome.new_grammar`.
@@ -295,7 +426,8 @@ class CpuColony:
 
     def __init__(
         self,
-        evaluate: Callable[[Evaluation, Outputs], Steps[Timings]],
+        matrix: NDArray[np.floating],
+        kernels: NDArray[np.int64],
         run: Callable[[ChunkedWork], Steps[None]],
         cancelled: NDArray[np.uint8],
         grammar: NDArray[np.int32],
@@ -303,7 +435,7 @@ class CpuColony:
         screening: Screening,
         settings: ColonySettings,
     ) -> None:
-        self._evaluate, self._run = evaluate, run
+        self._run, self._matrix, self._kernels = run, matrix, kernels
         self._grammar, self._units = grammar, units
         self._screening, self._settings = screening, settings
         self._cancelled = cancelled
@@ -317,19 +449,21 @@ class CpuColony:
             return Genomes(codes, np.zeros(codes.shape, np.float32), np.zeros(number, np.int32))
 
         self._own, self._best = genomes(count), genomes(sizes)
-        self._losses = np.full(count, np.inf, np.float32)
-        self._scores = np.full(count, np.inf, np.float32)
-        self._is_new = np.zeros(count, np.uint8)
-        self._best_losses = np.full(sizes, np.inf, np.float32)
-        self._children = _Children.of(genomes(count), np.arange(count))
+        self._losses, self._early_losses, self._scores = np.full((3, count), np.inf, np.float32)
+        self._best_losses, self._best_early_losses = np.full((2, sizes), np.inf, np.float32)
+        self.children = Children.of(genomes(count), np.arange(count))
+        """Those of the last generation."""
         self._tried, self._registers = np.zeros(_TABLE, np.uint64), np.zeros(REGISTERS, np.int32)
+        self._returned = np.zeros(_TABLE, np.uint64)
         self._parsimony = settings.parsimony()
-        rows, real = len(screening.target), np.dtype(f"f{screening.itemsize}")
-        self._values = np.zeros((_EVALUATED, rows), real)
+        rows = len(screening.target)
+        self._address = np.array([matrix.ctypes.data])
         self._state = np.zeros(1, _STATE)
         one = self._state[0]
         one["seed"], one["formulas"], one["island"] = settings.seed, count, settings.island
         one["rows"], one["itemsize"] = rows, screening.itemsize
+        one["first_rows"] = rows // _FIRST_PART if rows >= _MANY_ROWS else 0
+        one["pitch"] = matrix.strides[0]
         one["fitted"] = screening.fitted
         one["floor"] = LOSS_FLOOR[screening.itemsize]
         one["least_spread"] = LEAST_SPREAD[screening.itemsize]
@@ -348,27 +482,38 @@ class CpuColony:
     def advance(self) -> Steps[None]:
         """Run a generation."""
         self._state["generation"] += np.uint64(1)
-        yield from self._run(self._work(breed_chunk, self._children))
-        yield from self._compete(self._children)
+        yield from self._run(self._work(breed_chunk, self.children))
+        yield from self._compete(self.children)
 
     def insert(self, genomes: Genomes, places: NDArray[np.int64]) -> Steps[NDArray[np.float32]]:
         """Score formulas, which take the given places where they are better; return losses."""
         own = Genomes(genomes.codes, genomes.values.astype(np.float32), genomes.lengths)
-        children = _Children.of(own.widened(self.width), places)
-        yield from self._compete(children)
+        children = Children.of(own.widened(self.width), places)
+        yield from self._compete(children, math.inf)
         return children.losses
 
     def champions(self, count: int) -> Steps[Scored]:
-        """Return the best formulas of each island that have not been returned."""
-        island = self._settings.island
-        scores = np.where(self._is_new == 1, self._scores, np.inf)
-        chosen = np.argsort(scores.reshape(-1, island), axis=1, kind="stable")[:, :count]
+        """Return children of the last generation that may become better by a fit.
+
+        They are those whose structure has not been returned, and whose scores on the first rows are
+        best beside those of the formulas in their places.
+        """
+        island, children = self._settings.island, self.children
+        inside = np.arange(self.width) < children.lengths[:, None]
+        has_numbers = ((children.codes == CONSTANT) & inside).any(axis=1)
+        slots = (children.hashes & np.uint64(len(self._returned) - 1)).astype(np.int64)
+        is_new = np.zeros(len(slots), bool)
+        is_new[np.unique(children.hashes, return_index=True)[1]] = True
+        is_new &= has_numbers & (self._returned[slots] != children.hashes)
+        ratios = np.where(is_new, children.ratios, np.inf)
+        chosen = np.argsort(ratios.reshape(-1, island), axis=1, kind="stable")[:, :count]
         places = (chosen + np.arange(len(chosen))[:, None] * island).reshape(-1)
-        places = places[np.isfinite(scores[places])]
-        self._is_new[places] = 0
+        places = places[np.isfinite(ratios[places])]
+        self._returned[slots[places]] = children.hashes[places]
         self.island_scores = self._scores.reshape(-1, island).min(axis=1)
         yield None
-        return Scored(self._own.take(places), self._losses[places], places)
+        genomes = Genomes(*children[:3])
+        return Scored(genomes.take(places), children.losses[places], places)
 
     def best(self) -> Steps[Scored]:
         """Return the best formula of each size."""
@@ -386,36 +531,17 @@ class CpuColony:
 
     def _renew(self, some: slice) -> Steps[None]:
         self._state["generation"] += np.uint64(1)
-        yield from self._run(self._work(populate_chunk, self._children, some))
-        yield from self._compete(self._children.some(some))
+        yield from self._run(self._work(populate_chunk, self.children, some))
+        yield from self._compete(self.children.some(some), math.inf)
 
-    def _compete(self, children: _Children) -> Steps[None]:
+    def _compete(self, children: Children, close: float = _CLOSE) -> Steps[None]:
         """Score children, which take their places where they are better."""
-        yield from self._score(children)
+        self._state["close"] = close
+        yield from self._run(self._work(screen_chunk, children))
         yield from self._run(self._work(keep_chunk, children, slice(0, 1)))
         self.formulas += int(np.count_nonzero(children.lengths))
 
-    def _score(self, children: _Children) -> Steps[None]:
-        """Evaluate children on the screening rows, and fill in their losses."""
-        written = np.flatnonzero(children.lengths)
-        for first in range(0, len(written), _EVALUATED):
-            some = written[first : first + _EVALUATED]
-            part = children.some(some)
-            programs = Genomes(*part[:3]).population()
-            batch = Batch(
-                *(programs.codes, programs.values, programs.lengths),
-                parameter_counts=np.zeros(len(some), np.uint32), parameters=np.empty(0),
-            )  # fmt: skip
-            dataset_id, values = self._screening.dataset_id, self._values[: len(some)]
-            evaluation = Evaluation(dataset_id, batch, precision=Precision.FAST, values=True)
-            outputs = Outputs(values[:, None], None, self._cancelled, lambda programs: None)
-            yield from self._evaluate(evaluation, outputs)
-            yield from self._run(self._work(score_chunk, part, None, values))
-            children.losses[some] = part.losses
-
-    def _work(
-        self, function: Any, children: _Children, some: slice | None = None, *numbers: Any
-    ) -> ChunkedWork:
+    def _work(self, function: Any, children: Children, some: slice | None = None) -> ChunkedWork:
         """Return the work of a function on children, or on some of them."""
         first, stop = (0, len(children.places)) if some is None else (some.start, some.stop)
         edges = np.append(np.arange(first, stop, _IN_CHUNK), stop)
@@ -423,9 +549,9 @@ class CpuColony:
         ranges["start"], ranges["stop"] = edges[:-1], edges[1:]
         cut = Cut(ranges, ONE_SPAN, len(children.places) * _COST_OF_A_FORMULA)
         arrays = (
-            self._grammar, self._units, self._state, *self._own, self._losses, self._scores,
-            self._is_new, *children, self._tried, self._registers, *self._best, self._best_losses,
-            self._parsimony, *(numbers or [np.empty(0)]), self._screening.target,
-            self._screening.weights,
+            self._grammar, self._units, self._state, *self._own, self._losses,
+            self._early_losses, self._scores, *children, self._tried, self._registers, *self._best,
+            self._best_losses, self._best_early_losses, self._parsimony, self._address,
+            self._kernels, self._screening.target, self._screening.weights,
         )  # fmt: skip
         return ChunkedWork(address_of(function), arrays, cut, self._cancelled)

@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,9 @@ from warpfit_server.engine.requested_outputs import (
 from warpfit_server.engine.sum_tree import add_nodes
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.system.machine import available_cores
+
+if TYPE_CHECKING:
+    from warpfit_server.engine.search.colony import ColonySettings, Screening
 
 #: Seconds of all threads together that a step should take if a request arrives meanwhile, which
 #: waits for it: where few threads compute, requests take longer, and ending a step as long as ever.
@@ -236,8 +239,16 @@ class CpuEngine:
 
         yield BACKGROUND.submit(parts.load_search, self.threads)
 
-        def new_colony(*given: Any) -> CpuColony:
-            return CpuColony(self.evaluate, self.run_in_steps, cancelled, *given)
+        def new_colony(
+            grammar: NDArray[np.int32],
+            units: NDArray[np.int32],
+            screening: Screening,
+            settings: ColonySettings,
+        ) -> CpuColony:
+            matrix = self._dataset(screening.dataset_id).matrix
+            kernels = self._kernels[Arithmetic.of(matrix.dtype, Precision.FAST)].addresses
+            given = grammar, units, screening, settings
+            return CpuColony(matrix, kernels, self.run_in_steps, cancelled, *given)
 
         def new_weigher() -> CpuWeigher:
             return CpuWeigher(self.threads)

@@ -123,6 +123,8 @@ class ColonySettings:
     seed: int
     fit_every: int
     """Generations between two rounds of fits."""
+    fits: int
+    """Formulas of each island that are fitted then, at most."""
     pairs_per_formula: int
     """Pairs that are weighed for each formula that is scored, so that pairs have a share of the
     time."""
@@ -164,9 +166,9 @@ class Colony(Protocol):
         """Fill an island with random formulas; the best of each size is kept apart."""
 
     def champions(self, count: int) -> Steps[Scored]:
-        """Return the best formulas of each island, at most ``count``, that have not been returned.
+        """Return formulas of each island that are worth a fit, at most ``count``.
 
-        A formula counts as new when it has come to its place.
+        None is returned twice as long as it stays in its place.
         """
 
     def best(self) -> Steps[Scored]:

@@ -6,8 +6,8 @@ The simple form:
     pair short formulas, and put the best pairs and sums into the islands
     until the budget is used up:
         run some generations
-        fit the constants of the best formulas of each island, and put them back
-        keep what is new in the archive: the best fitted formula of each size
+        fit the constants of promising formulas on a part of the rows, and put them back
+        now and then fit the best formula of each size on all screening rows, for the archive
         begin an island anew that makes no progress
         pair the best formulas with short ones, now and then
         report the front once a second
@@ -66,10 +66,12 @@ Floats = NDArray[np.float64]
 #: Least seconds between two reports, and part of the time that they take where rows are many.
 _REPORT_SECONDS: Final = 1.0
 _REPORT_SHARE: Final = 0.05
-#: Formulas of each island that are fitted at a time, and rounds of fits after which the best
-#: formula of each size is fitted, too.
-_CHAMPIONS: Final = 12
-_LOOK_EVERY: Final = 8
+#: Rounds of fits after which the best formula of each size is fitted, too, on all screening rows.
+_LOOK_EVERY: Final = 4
+#: Iterations of the other fits, and part of the rows that they have, if these are many.
+_QUICK_ITERATIONS: Final = 6
+_QUICK_PART: Final = 4
+_QUICK_FROM: Final = 256
 #: Pairs of a step that are fitted.
 _PAIRED: Final = 40
 #: Steps of the search for pairs after which sums are built, too.
@@ -146,12 +148,14 @@ class _Archive:
     improved: int = 0
     """How often the front has become better."""
 
+    def wants(self, size: int, loss: float) -> bool:
+        """Return whether a formula is better than what there is of its size."""
+        known = self.entries.get(size)
+        return math.isfinite(loss) and (known is None or loss < known.loss * _BETTER)
+
     def add(self, size: int, entry: _Entry) -> None:
         """Keep a formula if it is better than what there is of its size."""
-        known = self.entries.get(size)
-        if not math.isfinite(entry.loss) or (
-            known is not None and entry.loss >= known.loss * _BETTER
-        ):
+        if not self.wants(size, entry.loss):
             return
         if entry.loss < self.best() * 0.999:
             self.improved += 1
@@ -221,12 +225,20 @@ class _Search:
     ) -> Steps[SearchProgress]:
         """Run the search to its end."""
         request, self._settings = self._request, settings
-        rows = yield from self._draw_rows()
+        # In random order, so that the first ones stand for all.
+        rows = self._rng.permutation((yield from self._draw_rows()))
         columns = yield from self._choose_columns(rows)
         self._grammar = new_grammar(request, [columns])
         self._units = new_units(request, self._dataset.layout.variables)
         self._rows = yield from self._load_rows(rows, np.dtype(np.float64))
-        self._statistics = TargetStatistics.of_rows(self._rows, slice(0, len(rows)))
+        self._first_rows = self._rows
+        if len(rows) >= _QUICK_FROM:
+            few = rows[: len(rows) // _QUICK_PART]
+            self._first_rows = yield from self._load_rows(few, np.dtype(np.float64))
+        self._statistics = {
+            each.content_id: TargetStatistics.of_rows(each, slice(0, each.layout.rows))
+            for each in (self._rows, self._first_rows)
+        }
         self._screening = yield from self._screen(rows, columns)
         spread = self._check_spread()
         try:
@@ -310,7 +322,7 @@ class _Search:
             self._idle = self._idle + 1 if self._archive.improved == improved else 0
             improved = self._archive.improved
             if self._generations % settings.fit_every == 0:
-                yield from self._fit((yield from colony.champions(_CHAMPIONS)))
+                yield from self._fit((yield from colony.champions(settings.fits)), quick=True)
                 rounds += 1
                 if rounds % _LOOK_EVERY == 0:
                     yield from self._fit((yield from colony.best()))
@@ -645,42 +657,54 @@ class _Search:
 
     # --------------------------------------------------------------------------------------- fits
 
-    def _fit(self, found: Scored) -> Steps[None]:
-        """Fit formulas on the screening rows; put them back, and into the archive."""
+    def _fit(self, found: Scored, *, quick: bool = False) -> Steps[None]:
+        """Fit formulas, and put them back; on all screening rows, and into the archive, or quickly.
+
+        A quick fit is one of few iterations on the first rows. It says whether a formula is worth
+        its place, where it is compared on all screening rows.
+        """
         for first in range(0, len(found.genomes), _FITTED_AT_ONCE):
             some = slice(first, first + _FITTED_AT_ONCE)
             genomes, losses, places = found
-            yield from self._fit_some(Scored(genomes.take(some), losses[some], places[some]))
+            yield from self._fit_some(Scored(genomes.take(some), losses[some], places[some]), quick)
 
-    def _fit_some(self, found: Scored) -> Steps[None]:
-        batch = self._with_parameters(found.genomes)
-        result = yield from self._optimize(self._rows, batch, self._request.fit_iterations)
+    def _fit_some(self, found: Scored, quick: bool) -> Steps[None]:
+        genomes = found.genomes
+        batch = self._with_parameters(genomes)
+        iterations = self._request.fit_iterations
+        if quick:
+            iterations = min(iterations, _QUICK_ITERATIONS)
+        rows = self._first_rows if quick else self._rows
+        result = yield from self._optimize(rows, batch, iterations)
         self._fits += len(batch)
         losses = self._signed(result.losses.reshape(-1))
-        starts = batch.parameter_starts
-        genomes = found.genomes
-        fitted = Genomes(genomes.codes, genomes.values.astype(np.float64), genomes.lengths)
-        around = self._screening.fitted
-        is_small = np.ones(len(batch), dtype=bool)
-        for row in range(len(batch)):
-            own = result.parameters[starts[row] : starts[row + 1]]
-            tokens = genomes.codes[row, : genomes.lengths[row]]
-            numbers = own[: len(own) - around]
-            is_small[row] = (np.abs(numbers) <= _LARGEST_CONSTANT).all()
-            if is_small[row]:
-                fitted.values[row, np.flatnonzero(tokens == CONSTANT)] = numbers
-            program = batch[row : row + 1]
-            size = int(self._grammar[COMPLEXITY + tokens.astype(np.int64)].sum())
-            entry = _Entry(program.codes, program.values, own.copy(), float(losses[row]))
-            self._archive.add(size, entry)
-        # A colony has no room for what other operators than its own need.
         inside = np.arange(genomes.codes.shape[1]) < genomes.lengths[:, None]
-        known = self._grammar[ALLOWED + genomes.codes.astype(np.int64)] == 1
-        is_own = (known | (genomes.codes < FIRST_OPERATOR) | ~inside).all(axis=1)
-        back = np.flatnonzero((found.places >= 0) & np.isfinite(losses) & is_small & is_own)
+        codes = genomes.codes.astype(np.int64)
+        sizes = np.where(inside, self._grammar[COMPLEXITY + codes], 0).sum(axis=1)
+        starts = batch.parameter_starts
+        for row in range(0 if quick else len(batch)):
+            if self._archive.wants(int(sizes[row]), float(losses[row])):
+                program, own = (
+                    batch[row : row + 1],
+                    result.parameters[starts[row] : starts[row + 1]],
+                )
+                entry = _Entry(program.codes, program.values, own.copy(), float(losses[row]))
+                self._archive.add(int(sizes[row]), entry)
+        is_number = inside & (codes == CONSTANT)
+        is_inner = np.ones(len(result.parameters), bool)
+        for behind in range(1, self._screening.fitted + 1):
+            is_inner[starts[1:] - behind] = False
+        fitted = genomes.values.astype(np.float64)
+        fitted[is_number] = result.parameters[is_inner]
+        is_small = (np.abs(np.where(is_number, fitted, 0.0)) <= _LARGEST_CONSTANT).all(axis=1)
+        # A colony has no room for what other operators than its own need.
+        known = (self._grammar[ALLOWED + codes] == 1) | (codes < FIRST_OPERATOR) | ~inside
+        is_back = (found.places >= 0) & np.isfinite(losses) & is_small & known.all(axis=1)
+        back = np.flatnonzero(is_back)
         if len(back):
             assert self._colony is not None
-            yield from self._colony.insert(fitted.take(back), found.places[back])
+            better = Genomes(genomes.codes, fitted, genomes.lengths).take(back)
+            yield from self._colony.insert(better, found.places[back])
 
     @staticmethod
     def _constant_of(number: float, loss: float) -> _Entry:
@@ -700,29 +724,34 @@ class _Search:
 
     def _with_parameters(self, genomes: Genomes) -> Batch:
         """Return whole formulas, with parameters for their constants, slope and intercept."""
-        codes, values, numbers = [], [], []
-        for row in range(len(genomes)):
-            length = int(genomes.lengths[row])
-            own, own_values = genomes.codes[row, :length].copy(), genomes.values[row, :length]
-            own_values = own_values.astype(np.float64)
-            constants = np.flatnonzero(own == CONSTANT)
-            start, count = own_values[constants].copy(), len(constants)
-            own[constants], own_values[constants] = PARAMETER, np.arange(count)
-            if self._screening.fitted > 0:
-                own = np.append(own, np.array([PARAMETER, _MUL], np.uint8))
-                own_values, start = np.append(own_values, [count, 0.0]), np.append(start, 1.0)
-            if self._screening.fitted == 2:
-                own = np.append(own, np.array([PARAMETER, _ADD], np.uint8))
-                own_values, start = np.append(own_values, [count + 1, 0.0]), np.append(start, 0.0)
-            codes.append(own)
-            values.append(own_values)
-            numbers.append(start)
+        inner, fitted = genomes.population(), self._screening.fitted
+        owner = np.repeat(np.arange(len(genomes)), genomes.lengths)
+        is_number = inner.codes == CONSTANT
+        numbers = np.bincount(owner[is_number], minlength=len(genomes))
+        first = np.cumsum(numbers) - numbers
+        values = inner.values.copy()
+        values[is_number] = np.arange(len(values))[: is_number.sum()] - first[owner[is_number]]
+        tail = np.array([PARAMETER, _MUL, PARAMETER, _ADD], np.uint8)[: 2 * fitted]
+        lengths, counts = genomes.lengths + len(tail), numbers + fitted
+        ends, codes = np.cumsum(lengths), np.zeros(lengths.sum(), np.uint8)
+        whole, parameters = np.zeros(len(codes)), np.ones(counts.sum())
+        places = np.arange(len(owner)) + owner * len(tail)
+        codes[places], whole[places] = np.where(is_number, PARAMETER, inner.codes), values
+        parameters[np.arange(len(owner))[: is_number.sum()] + owner[is_number] * fitted] = (
+            inner.values[is_number]
+        )
+        for place, code in enumerate(tail):
+            codes[ends - len(tail) + place] = code
+        for place in range(fitted):
+            whole[ends - len(tail) + 2 * place] = numbers + place
+        if fitted == 2:
+            parameters[np.cumsum(counts) - 1] = 0.0
         return Batch(
-            np.concatenate(codes),
-            np.concatenate(values),
-            np.array([len(own) for own in codes], np.uint32),
-            parameter_counts=np.array([len(own) for own in numbers], np.uint32),
-            parameters=np.concatenate(numbers),
+            codes,
+            whole,
+            lengths.astype(np.uint32),
+            parameter_counts=counts.astype(np.uint32),
+            parameters=parameters,
         )
 
     def _optimize(
@@ -744,7 +773,7 @@ class _Search:
             evaluate=self._datasets.evaluate,
             dataset=rows,
             cancelled=self._cancelled,
-            statistics=None if is_whole else self._statistics,
+            statistics=self._statistics.get(rows.content_id),
             deadline=deadline,
             threads=self._engine.threads,
         )

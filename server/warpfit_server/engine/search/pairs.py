@@ -217,7 +217,7 @@ class PairSearch:
     columns: Sequence[int]
     """Variables that formulas may have."""
     X: Floats
-    """All variables, [variables, rows]."""
+    """All variables, [variables, rows]; the rows are in random order."""
     target: Floats
     """[rows]."""
     weights: Floats | None
@@ -243,8 +243,6 @@ class PairSearch:
     _used: list[int] = field(default_factory=list)
     """Variables of the library."""
     _names: tuple[str, ...] = ()
-    _order: Indices = field(init=False)
-    """Order of the rows here: the first ones are spread over the data."""
     _screened: int = 0
     """First rows on which pairs are weighed; those that are best are fitted on all rows."""
     _functions: Table | None = None
@@ -277,14 +275,13 @@ class PairSearch:
         rows = len(self.target)
         self._names = tuple(name for name, weight in self.operators.items() if weight > 0)
         step = max(1, rows // self.weigher.rows)
-        self._order = np.argsort(np.arange(rows) % step, kind="stable")
         self._screened = -(-rows // step)
         weights = np.ones(rows) if self.weights is None else self.weights
-        X, target, weights = (part[..., self._order] for part in (self.X, self.target, weights))
-        columns = np.asarray(self.columns)
-        self._used = columns[relevant(X[columns], target, _MOST_VARIABLES)].tolist()
+        columns, target = np.asarray(self.columns), self.target
+        self._used = columns[relevant(self.X[columns], target, _MOST_VARIABLES)].tolist()
         yield None
-        for view in views(self._names, self._used, X, target, weights / weights.sum(), self.width):
+        given = self._names, self._used, self.X, target, weights / weights.sum(), self.width
+        for view in views(*given):
             self.views.append(view)
             yield None
         self._beams = [(formulas_of([]), np.empty(0)) for _ in self.views]
@@ -471,7 +468,7 @@ class PairSearch:
             part = part[self.admissible(part)]
             if len(part):
                 values = yield from self.values(part)
-                tables.append(Table.of(part, values[:, self._order]))
+                tables.append(Table.of(part, values))
             yield None
         return Table.merged(tables).distinct()
 

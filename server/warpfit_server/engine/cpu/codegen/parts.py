@@ -89,7 +89,7 @@ PARTS: Final = {
     "combine": _chunk_function(2.5, combine_chunk),
     "populate": _chunk_function(5.0, colony.populate_chunk),
     "breed": _chunk_function(7.0, colony.breed_chunk),
-    "score": _chunk_function(1.5, colony.score_chunk),
+    "screen": _chunk_function(7.0, colony.screen_chunk),
     "keep": _chunk_function(2.0, colony.keep_chunk),
     "weigh": Part(4.0, pairs.load),
     "rules": Part(2.0, genome.load),
@@ -99,7 +99,7 @@ PARTS: Final = {
 GROUPS: Final = {
     "values": ("lower", "kernels", "interpret", "parallel", "check"),
     "derivatives": ("differentiate", "linearise", "derivative_kernels", "combine", *fits.PARTS),
-    "search": ("populate", "breed", "score", "keep", "weigh", "rules"),
+    "search": ("populate", "breed", "screen", "keep", "weigh", "rules"),
 }
 #: More would wait for the longest part, and each takes some 300 MiB.
 _MOST_PROCESSES: Final = 4

@@ -62,9 +62,10 @@ _WIDTHS: Final = (64, 128, genome.MOST_TOKENS)
 #: Formulas of a colony and of an island, where a request does not say.
 _FORMULAS: Final = 1 << 17
 _ISLAND: Final = 512
-#: Generations between two rounds of fits, pairs for each formula, and pairs that take as long as
-#: what else a step for pairs does, for which the device waits.
-_SCHEDULE: Final = (24, 24, 1 << 30)
+#: Generations between two rounds of fits, formulas of an island that are fitted then, pairs for
+#: each formula, and pairs that take as long as what else a step for pairs does, for which the
+#: device waits.
+_SCHEDULE: Final = (8, 1, 24, 1 << 30)
 #: Formulas of a chunk, which takes less than a millisecond.
 _CHUNK: Final = 1 << 16
 #: Formulas whose work is given to the device before the host waits for it: some 2 ms.

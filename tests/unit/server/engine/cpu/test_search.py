@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -18,16 +19,17 @@ from support.engines.searches import (
 from warpfit.dataset import Dataset
 from warpfit.errors import InvalidArgumentError, UnimplementedError
 from warpfit.expressions.reference import evaluate_program
-from warpfit.ir import Batch, Population
+from warpfit.ir import Batch, Population, Program
 from warpfit.losses import Loss, huber
 from warpfit.ops import CONSTANT, OPERATORS
 from warpfit.parse import parse
+from warpfit.request import Precision
 from warpfit.searching import Form, Rules, SearchReason, SearchRequest, Template, Units
 from warpfit.server_info import Limits
 from warpfit_server.engine.cpu import engine as cpu
 from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.cpu.colony import CpuColony
-from warpfit_server.engine.interface import run_to_end
+from warpfit_server.engine.interface import Arithmetic, run_to_end
 from warpfit_server.engine.search import driver
 from warpfit_server.engine.search.colony import ColonySettings, Genomes, Screening
 from warpfit_server.engine.search.genome import fitted_numbers, new_grammar, new_units
@@ -96,15 +98,15 @@ def test_a_seed_gives_the_same_front_with_any_threads_and_beside_other_requests(
 # -------------------------------------------------------------------------------- by brute force
 
 
-class Recorder:
-    """Evaluates by an engine, and keeps the programs."""
-
-    def __init__(self, engine):
-        self.engine, self.programs = engine, []
-
-    def evaluate(self, evaluation, outputs):
-        self.programs += [evaluation.batch.program(k) for k in range(len(evaluation.batch))]
-        return self.engine.evaluate(evaluation, outputs)
+def children_of(colony):
+    """Return the children of the last generation as programs."""
+    genomes = Genomes(*colony.children[:3])
+    population = genomes.take(genomes.lengths > 0).population()
+    ends = np.cumsum(population.lengths.astype(int))
+    return [
+        Program(population.codes[start:end], population.values[start:end])
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
 
 
 def own_loss(values, y, weights, fitted):
@@ -120,15 +122,14 @@ def own_loss(values, y, weights, fitted):
     return (weights @ left**2) / (weights @ (y - mean) ** 2)
 
 
-@pytest.mark.parametrize("fitted", [0, 1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_best_of_each_size_is_the_best_of_all_children(engine, fitted, dtype):
+@contextmanager
+def colony_of(engine, rows, dtype="float64", fitted=2):
+    """Yield a colony with the columns, the target and the weights of its rows."""
     parts.load_search(1)
     rng = np.random.default_rng(1)
-    X, weights = rng.uniform(0.5, 2, size=(40, 3)), rng.uniform(0.1, 1, size=40)
+    X, weights = rng.uniform(0.5, 2, size=(rows, 3)), rng.uniform(0.1, 1, size=rows)
     y, weights = np.sin(X[:, 0]) * X[:, 1] + X[:, 2], weights / weights.sum()
     data = Dataset.of(X, dtype=dtype)
-    engine.load(data)
     metre = np.eye(7)[0]
     units = Units(np.tile(metre, (3, 1)), metre, dimensionless_constants=True)
     asked = SearchRequest(
@@ -136,30 +137,86 @@ def test_the_best_of_each_size_is_the_best_of_all_children(engine, fitted, dtype
         form=Form.SCALED if fitted else Form.PLAIN, units=units if fitted == 1 else None,
     )  # fmt: skip
     assert fitted_numbers(asked) == fitted
-    recorder, settings = Recorder(engine), ColonySettings(4, 25, 3, 4, 0, 1)
+    kernels = engine._kernels[Arithmetic.of(np.dtype(dtype), Precision.FAST)].addresses
     colony = CpuColony(
-        recorder.evaluate, engine.run_in_steps, np.zeros(1, np.uint8),
+        data.matrix, kernels, engine.run_in_steps, np.zeros(1, np.uint8),
         new_grammar(asked, [range(3)]), new_units(asked, 3),
-        Screening(data.content_id, y, weights, np.dtype(dtype).itemsize, fitted), settings,
+        Screening(data.content_id, y, weights, np.dtype(dtype).itemsize, fitted),
+        ColonySettings(4, 25, 3, 4, 1, 0, 1),
     )  # fmt: skip
     run_to_end(colony.populate())
-    for _ in range(8):
-        run_to_end(colony.advance())
-    best = run_to_end(colony.best())
-    engine.unload(data.content_id)
-    assert len(recorder.programs) == colony.formulas > 300
-    expected = {}
-    for program in recorder.programs:
+    yield colony, X, y, weights
+
+
+def losses_of(programs, X, y, weights, fitted):
+    """Return the loss of each program, infinite if it hardly varies or has no value somewhere."""
+    losses = []
+    for program in programs:
         with np.errstate(all="ignore"):
-            values = np.broadcast_to(evaluate_program(program, X.T), 40)
+            values = np.broadcast_to(evaluate_program(program, X.T), len(X))
         varies = np.ptp(values) > 1e-3 * np.abs(values).max() or not fitted
-        if np.isfinite(values).all() and varies:
-            loss = own_loss(values, y, weights, fitted)
-            expected[len(program)] = min(loss, expected.get(len(program), np.inf))
+        sound = np.isfinite(values).all() and varies
+        losses.append(own_loss(values, y, weights / weights.sum(), fitted) if sound else np.inf)
+    return np.array(losses)
+
+
+@pytest.mark.parametrize("fitted", [0, 1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_best_of_each_size_is_the_best_of_all_children(engine, fitted, dtype):
+    with colony_of(engine, 40, dtype, fitted) as (colony, X, y, weights):
+        programs = children_of(colony)
+        for _ in range(8):
+            run_to_end(colony.advance())
+            programs += children_of(colony)
+        best = run_to_end(colony.best())
+    assert len(programs) == colony.formulas > 300
+    expected = {}
+    for program, loss in zip(programs, losses_of(programs, X, y, weights, fitted), strict=True):
+        expected[len(program)] = min(loss, expected.get(len(program), np.inf))
+    expected = {size: loss for size, loss in expected.items() if loss < np.inf}
     sizes = best.genomes.lengths.tolist()
     for size, loss in zip(sizes, best.losses.tolist(), strict=True):
         np.testing.assert_allclose(loss, expected.pop(size), rtol=2e-4, atol=1e-9)
     assert not expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_children_that_are_better_on_the_first_rows_are_screened_on_all(engine, dtype):
+    first, rows = 287, 1150
+    with colony_of(engine, rows, dtype) as (colony, X, y, weights):
+        for _ in range(4):
+            run_to_end(colony.advance())
+    children, programs = colony.children, children_of(colony)
+    own = children.some(children.lengths > 0)
+    early = losses_of(programs, X[:first], y[:first], weights[:first], 2)
+    whole = losses_of(programs, X, y, weights, 2)
+    # Relative to the best constant of all rows.
+    mean = np.average(y[:first], weights=weights[:first])
+    spread = np.average((y - weights @ y) ** 2, weights=weights)
+    early *= np.average((y[:first] - mean) ** 2, weights=weights[:first]) / spread
+    sound = np.isfinite(early) & np.isfinite(own.early_losses)
+    np.testing.assert_allclose(own.early_losses[sound], early[sound], rtol=1e-3, atol=1e-9)
+    screened = np.isfinite(own.losses)
+    assert 0 < screened.sum() < len(programs)
+    np.testing.assert_allclose(own.losses[screened], whole[screened], rtol=1e-3, atol=1e-9)
+    assert (screened | (own.ratios > 0.999))[np.isfinite(whole)].all()
+
+
+def test_what_is_fitted_has_constants_and_is_not_fitted_twice(engine):
+    known = set()
+    with colony_of(engine, 300) as (colony, *_):
+        for _ in range(6):
+            run_to_end(colony.advance())
+            found = run_to_end(colony.champions(5))
+            assert np.bincount(found.places // 25).max() <= 5
+            genomes = found.genomes
+            for codes, values, length in zip(*genomes, strict=True):
+                is_number = codes[:length] == CONSTANT
+                assert is_number.any()
+                structure = codes[:length].tobytes() + values[:length][~is_number].tobytes()
+                assert structure not in known
+                known.add(structure)
+    assert len(known) > 30
 
 
 # ----------------------------------------------------------------------------- forms, rules, units
@@ -225,9 +282,9 @@ def test_units_hold_in_every_front(search, dimensionless, form):
     found = search(data, units=Units(exponents, target, dimensionless), form=form)
     assert len(found.front.batch) > 1
     other = search(data, units=Units(exponents, exponents[0], dimensionless), form=form)
-    if dimensionless or form is Form.PLAIN:
+    if dimensionless:
         assert other.front.losses[-1] > found.front.losses[-1]
-    else:  # a slope of any unit makes up for that of the target
+    elif form is Form.SCALED:  # a slope of any unit makes up for that of the target
         np.testing.assert_array_equal(other.front.losses, found.front.losses)
 
 
