@@ -77,7 +77,7 @@ MAIN = "import sys; from warpfit.cli.main import main; sys.exit(main())"
 def execute(program: list[Snippet], server: ServerProcess, **sizes: int) -> dict[str, Any]:
     """Run the blocks of one program; one that goes on finds an open client and its data.
 
-    A search takes one generation, and other sizes that are given.
+    A search takes one generation or second, and other sizes that are given.
     """
     names: dict[str, Any] = {}
     for snippet in program:
@@ -86,7 +86,11 @@ def execute(program: list[Snippet], server: ServerProcess, **sizes: int) -> dict
             data = client.upload(names["X"], names["y"], names=columns)
             names |= {"client": client, "data": data}
         code = snippet.code.replace(ADDRESS, server.address)
-        for name, size in {"generations": 1, **sizes}.items():  # 30 generations take minutes
+        for name, size in {
+            "generations": 1,
+            "seconds": 1,
+            **sizes,
+        }.items():  # 30 generations take minutes
             code = re.sub(rf"\b{name}=\d+", f"{name}={size}", code)
         exec(compile(code, str(snippet), "exec"), names)
     return names

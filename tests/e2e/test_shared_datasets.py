@@ -66,11 +66,11 @@ def small():
 
 
 def test_blocks_of_workers_with_the_same_content_do_not_end_each_others(server):
-    assert run(server.address, 20, contents=1) == {"ok": 20 * WORKERS}
+    assert run(server.address, 10, contents=1) == {"ok": 10 * WORKERS}
 
 
 def test_a_data_set_that_is_removed_for_all_is_uploaded_again_by_all(server):
-    assert run(server.address, 10, contents=2, rude=True) == {"ok": 10 * WORKERS}
+    assert run(server.address, 6, contents=2, rude=True) == {"ok": 6 * WORKERS}
 
 
 @pytest.mark.thorough

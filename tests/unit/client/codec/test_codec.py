@@ -155,8 +155,14 @@ def test_long_arrays_survive_in_pieces_of_any_size(chunk_bytes):
             codec.read_result(evaluation, LAYOUT, messages[:missing] + messages[missing + 1 :])
 
 
-@given(st.integers(1, 9000), st.booleans(), st.sampled_from(list(DTYPES.values())))
-def test_answers_survive_in_pieces_of_any_size(chunk_bytes, with_loss, dtype):
+@given(
+    st.integers(1, 9000),
+    st.booleans(),
+    st.sampled_from(list(DTYPES.values())),
+    st.integers(0, 1600),
+)
+def test_answers_survive_in_pieces_of_any_size(chunk_bytes, with_loss, dtype, ready):
+    """Also where a part is ready, and sent, before the rest."""
     batch = Batch.of(_two_programs(), [[[1.0], [2.0]], [[], []]])
     evaluation = Evaluation(bytes(32), batch, loss=Loss.MSE if with_loss else None)
     values = np.arange(2 * 2 * 100, dtype=dtype).reshape(2, 2, 100)
@@ -165,7 +171,8 @@ def test_answers_survive_in_pieces_of_any_size(chunk_bytes, with_loss, dtype):
     payload = values.reshape(-1).data.cast("B")
     sent = [
         codec.result_start(layout, values.shape),
-        *codec.array_pieces("values", payload, 0, chunk_bytes),
+        *codec.array_pieces("values", payload[:ready], 0, chunk_bytes),
+        *codec.array_pieces("values", payload[ready:], ready, chunk_bytes),
         codec.result_end(Timings(compute=5), {"losses": losses} if with_loss else {}),
     ]
     messages = [pb.EvaluateResponse.FromString(message) for message in sent]

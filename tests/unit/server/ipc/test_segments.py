@@ -1,16 +1,24 @@
 """Segments and their pool, also where a process may open few files."""
 
 import gc
+import math
 import os
 import resource
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from support.random_programs import thesis_mix
+from support.servers.examples import DATA, an_evaluation
 from warpfit.errors import ResourceExhaustedError
+from warpfit.ir import Batch
+from warpfit.losses import huber
+from warpfit.request import Loss
 from warpfit_server.config import Config
-from warpfit_server.ipc.segments import Segment, SegmentPool
+from warpfit_server.ipc.segments import Segment, SegmentLayout, SegmentPool
 from warpfit_server.system.machine import DescriptorReserve
 
 
@@ -32,6 +40,27 @@ def few_files(count: int):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for each in taken:
             os.close(each)
+
+
+@pytest.mark.parametrize("programs", [1, 7, 30])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"loss": Loss.MSE, "gradient": True},
+        {"custom_loss": huber(0.5), "values": False},
+        {"loss": Loss.SSE, "gradient": True, "jacobian": True, "variable_gradient": True},
+    ],
+)
+def test_arrays_of_a_request_lie_one_after_the_other(programs, asked):
+    evaluation = an_evaluation(batch=Batch.of(*thesis_mix(4, programs, variables=4)), **asked)
+    found = SegmentLayout.of(evaluation, DATA.layout)
+    places = sorted(
+        (offset, offset + math.prod(shape) * np.dtype(dtype).itemsize)
+        for dtype, shape, offset in found.arrays.values()
+    )
+    assert all(end <= start for (_, end), (start, _) in pairwise(places))
+    assert places[-1][1] <= found.nbytes
+    assert not any(start % 8 for start, _ in places)
 
 
 def test_idle_segments_of_many_sizes_keep_few_descriptors():
