@@ -86,11 +86,8 @@ def execute(program: list[Snippet], server: ServerProcess, **sizes: int) -> dict
             data = client.upload(names["X"], names["y"], names=columns)
             names |= {"client": client, "data": data}
         code = snippet.code.replace(ADDRESS, server.address)
-        for name, size in {
-            "generations": 1,
-            "seconds": 1,
-            **sizes,
-        }.items():  # 30 generations take minutes
+        # As they stand they take minutes.
+        for name, size in [("generations", 1), ("seconds", 1), *sizes.items()]:
             code = re.sub(rf"\b{name}=\d+", f"{name}={size}", code)
         exec(compile(code, str(snippet), "exec"), names)
     return names
