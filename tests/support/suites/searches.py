@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support.engines.plain_search import keeps_rules, trees_of
+from support.engines.plain_search import keeps_rules, keeps_units, trees_of
 from support.engines.searches import Searches, front_of
 from warpfit.dataset import Dataset
-from warpfit.searching import Form, Rules, SearchReason, SearchRequest
+from warpfit.searching import Form, Rules, SearchReason, SearchRequest, Units
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import run_to_end
@@ -99,6 +99,21 @@ def test_a_colony_is_that_of_the_cpu(engine, host, name):
     for codes, values, length in zip(*own.genomes, strict=True):
         (tree,) = trees_of(codes[:length].tolist(), values[:length].tolist())
         assert keeps_rules(tree, request)
+
+
+@pytest.mark.parametrize("dimensionless", [False, True])
+def test_formulas_of_a_colony_keep_to_units(engine, dimensionless):
+    data = table()
+    exponents = np.zeros((3, 7))
+    exponents[0, 0] = exponents[1, 2] = exponents[2, 0] = exponents[2, 2] = 1.0
+    units = Units(exponents, exponents[2], dimensionless)
+    operators = dict.fromkeys(("add", "sub", "mul", "div", "sqrt", "square", "exp", "min"), 1.0)
+    request = SearchRequest(data.content_id, max_generations=1, units=units, operators=operators)
+    best, _ = bests(engine, data, request)
+    assert len(best.genomes) > 5
+    for codes, values, length in zip(*best.genomes, strict=True):
+        (tree,) = trees_of(codes[:length].tolist(), values[:length].tolist())
+        assert keeps_units(tree, request)
 
 
 def test_a_formula_that_is_better_takes_a_place(engine):
