@@ -75,7 +75,7 @@ _ISLAND: Final = 256
 #: Generations between two rounds of fits, formulas of an island that are fitted then, pairs for
 #: each formula, and pairs that take as long as what else a step for pairs does: generations, fits
 #: and pairs take about a third of the time each.
-_SCHEDULE: Final = (2, 40, 200, 3_000_000)
+_SCHEDULE: Final = (4, 80, 200, 3_000_000)
 #: Formulas of a chunk, and token-rows that take about as long as breeding or screening one.
 _IN_CHUNK: Final = 64
 _COST_OF_A_FORMULA: Final = 4_000
@@ -453,6 +453,8 @@ class CpuColony:
         self._best_losses, self._best_early_losses = np.full((2, sizes), np.inf, np.float32)
         self.children = Children.of(genomes(count), np.arange(count))
         """Those of the last generation."""
+        self._closest = Children.of(genomes(count), np.arange(count))
+        """The children that came closest to each place since `champions` was called last."""
         self._tried, self._registers = np.zeros(_TABLE, np.uint64), np.zeros(REGISTERS, np.int32)
         self._returned = np.zeros(_TABLE, np.uint64)
         self._parsimony = settings.parsimony()
@@ -484,6 +486,22 @@ class CpuColony:
         self._state["generation"] += np.uint64(1)
         yield from self._run(self._work(breed_chunk, self.children))
         yield from self._compete(self.children)
+        self._remember()
+
+    def _remember(self) -> None:
+        """Keep the children that came closest to each place, as far as a fit may help them."""
+        children, known = self.children, self._closest
+        inside = np.arange(self.width) < children.lengths[:, None]
+        has_numbers = ((children.codes == CONSTANT) & inside).any(axis=1)
+        is_new = self._returned[self._slots(children)] != children.hashes
+        closer = np.flatnonzero(has_numbers & is_new & (children.ratios < known.ratios))
+        pairs: Any = zip(known, children, strict=True)
+        for array, fresh in pairs:
+            array[closer] = fresh[closer]
+
+    def _slots(self, children: Children) -> NDArray[np.int64]:
+        """Return the places of structures in the table of those that `champions` returned."""
+        return (children.hashes & np.uint64(len(self._returned) - 1)).astype(np.int64)
 
     def insert(self, genomes: Genomes, places: NDArray[np.int64]) -> Steps[NDArray[np.float32]]:
         """Score formulas, which take the given places where they are better; return losses."""
@@ -493,27 +511,24 @@ class CpuColony:
         return children.losses
 
     def champions(self, count: int) -> Steps[Scored]:
-        """Return children of the last generation that may become better by a fit.
+        """Return children since the last call that may become better by a fit.
 
         They are those whose structure has not been returned, and whose scores on the first rows are
         best beside those of the formulas in their places.
         """
-        island, children = self._settings.island, self.children
-        inside = np.arange(self.width) < children.lengths[:, None]
-        has_numbers = ((children.codes == CONSTANT) & inside).any(axis=1)
-        slots = (children.hashes & np.uint64(len(self._returned) - 1)).astype(np.int64)
-        is_new = np.zeros(len(slots), bool)
-        is_new[np.unique(children.hashes, return_index=True)[1]] = True
-        is_new &= has_numbers & (self._returned[slots] != children.hashes)
-        ratios = np.where(is_new, children.ratios, np.inf)
+        island, closest = self._settings.island, self._closest
+        ratios = np.full(len(closest.ratios), np.inf)
+        first = np.unique(closest.hashes, return_index=True)[1]
+        ratios[first] = closest.ratios[first]
         chosen = np.argsort(ratios.reshape(-1, island), axis=1, kind="stable")[:, :count]
         places = (chosen + np.arange(len(chosen))[:, None] * island).reshape(-1)
         places = places[np.isfinite(ratios[places])]
-        self._returned[slots[places]] = children.hashes[places]
+        self._returned[self._slots(closest)[places]] = closest.hashes[places]
         self.island_scores = self._scores.reshape(-1, island).min(axis=1)
+        genomes = Genomes(*closest[:3]).take(places)
+        closest.ratios[:] = np.inf
         yield None
-        genomes = Genomes(*children[:3])
-        return Scored(genomes.take(places), children.losses[places], places)
+        return Scored(genomes, closest.losses[places], places)
 
     def best(self) -> Steps[Scored]:
         """Return the best formula of each size."""
