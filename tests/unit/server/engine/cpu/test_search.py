@@ -391,7 +391,7 @@ def test_rows_that_are_not_numbers(search):
 
 
 def test_rows_without_weight_do_not_count(search):
-    data = table(noise=0.0)
+    data = table()
     X, y = data.variables.T.copy(), data.target.copy()
     weights = np.where(np.arange(60) % 3 == 0, 0.0, 1.0 + np.arange(60) % 2)
     X[weights == 0], y[weights == 0] = np.nan, 1e9
@@ -399,8 +399,8 @@ def test_rows_without_weight_do_not_count(search):
     kept = weights > 0
     same = search(Dataset.of(X[kept], y[kept], weights[kept], dtype="float64"))
     # Its last fit is on all rows, of which it has screened fewer.
-    np.testing.assert_array_equal(found.front.sizes, same.front.sizes)
-    assert (found.front.losses <= same.front.losses * (1 + 1e-9) + 1e-20).all()
+    for size, loss in zip(same.front.sizes, same.front.losses, strict=True):
+        assert found.front.losses[found.front.sizes <= size].min() <= loss * (1 + 1e-6) + 1e-20
 
 
 def test_rows_of_which_none_has_a_weight_are_refused(search):
