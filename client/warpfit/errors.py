@@ -74,9 +74,10 @@ class WarpfitError(Exception):
             BY_STATUS[status] = cls
 
     def __post_init__(self) -> None:
-        """Cut long texts, because an error must fit into gRPC's metadata."""
+        """Cut long texts, because an error must fit into gRPC's metadata, and escape surrogates."""
         for name, most in _MOST_BYTES.items():
-            encoded = getattr(self, name).encode(errors="replace")
+            encoded = getattr(self, name).encode(errors="backslashreplace")
+            setattr(self, name, encoded.decode())
             if len(encoded) > most:
                 setattr(self, name, encoded[: most - 3].decode(errors="ignore") + "...")
 

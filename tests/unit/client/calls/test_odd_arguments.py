@@ -92,6 +92,7 @@ def test_other_texts_with_an_order_are_names(client, names):
         lambda client: client.evaluate(client.upload(X, X[:, 0]), HALF),
         lambda client: client.evaluate(client.upload(X, X[:, 0]), "x1", loss=HALF),
         lambda client: warpfit.parse("x1", [HALF]) and warpfit.parse(HALF),
+        lambda client: warpfit.parse("x2", [HALF]),
         lambda client: warpfit.connect(HALF),
         lambda client: warpfit.connect("127.0.0.1:1", token=HALF),
     ],
@@ -100,6 +101,7 @@ def test_half_a_character_is_refused_with_its_place(client, call):
     with pytest.raises((warpfit.InvalidArgumentError, warpfit.ParseError)) as caught:
         call(client)
     assert caught.value.remedy
+    str(caught.value).encode()  # it can be printed
 
 
 def test_tables_can_be_printed_whatever_text_they_hold():
