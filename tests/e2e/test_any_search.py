@@ -52,8 +52,11 @@ def test_a_search_ends_with_a_front_that_keeps_to_the_rules_or_an_error_of_its_o
 
 
 def scale_of(drawn: AnySearch, fronts) -> float:
-    """Loss of the simplest formula, which is hardly better than the best constant."""
-    return max(equation.excess for equation in fronts[-1]) or math.inf
+    """Loss of the best constant, or of the simplest formula: a template may have no constant."""
+    target = np.reshape(drawn.y, (len(drawn.y), -1))[:, -1]
+    with np.errstate(over="ignore"):
+        constant = float(np.cov(target, ddof=0, aweights=drawn.weights))
+    return max(constant, *(equation.excess for equation in fronts[-1])) or math.inf
 
 
 def keeps_to_the_rules(equation, front, drawn: AnySearch) -> None:
