@@ -1,17 +1,22 @@
 """How long an engine's thread does not look at its queue, and memory beyond what was admitted.
 
-``python tests/bench/run.py cpu/steps`` runs a request for each option of Evaluate and Optimize, at
-server's limits or near them, on a CPU engine of this process, and writes results/steps.json.
-``--only WORDS`` runs the cases whose names have these words, ``--scale 0.1`` a tenth of the rows,
-programs and variables. Others wait all the time, as they do while another tenant calls. The times
-are processor time of the engine's thread, so that other work on the machine does not count. Each
-case has ``--rounds``, of which the least counts.
+``python tests/bench/run.py cpu/steps`` runs a request for each option of Evaluate, Optimize and
+Search, at server's limits or near them, on a CPU engine of this process, and writes
+results/steps.json. ``--only WORDS`` runs the cases whose names have these words, ``--scale 0.1`` a
+tenth of the rows, programs and variables. Others wait all the time, as they do while another tenant
+calls.
+
+What counts is processor time of the engine's thread, so that other work on the machine does not.
+Two more numbers stand beside it: the processor time of all threads meanwhile, because the engine's
+thread waits for those that help it, and the seconds on the wall. Each case has ``--rounds``, of
+which the least counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -21,22 +26,26 @@ from typing import Any, Final
 import numpy as np
 from harness import SEED, save
 
-from support.engines.requests import EngineRequest, Pause
+from support.engines.requests import EngineRequest, Pause, run_steps
 from support.random_programs import thesis_mix
 from warpfit import LossFunction, parse
 from warpfit.dataset import Dataset
 from warpfit.fitting import FitRequest, FitSettings, Method, Missing
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
+from warpfit.searching import BASE_UNITS, Rules, SearchRequest, Units
 from warpfit.server_info import Limits
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.evaluation import LoadedDatasets
+from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.runner import RequestRunner
-from warpfit_server.limits import check_fit, check_result, evaluation_memory
+from warpfit_server.limits import check_fit, check_result, check_search, evaluation_memory
 
 #: Most seconds without a look at the queue, and most bytes that were not admitted.
 MOST_SECONDS, MOST_BYTES = 0.05, 64 << 20
 LIMITS: Final = Limits()
+#: Bytes that a server admits in all, of which searches have a part.
+MOST_PENDING: Final = 4 << 30
 #: A row loss as long as a server allows; it is dear and has no derivatives that are simple.
 LONG_LOSS: Final = "abs(d)" + "".join(f"+tanh(d*{k}.5)*lgamma(f)" for k in range(1, 36))
 #: The same tokens without functions that are dear.
@@ -72,11 +81,13 @@ class Case:
     """A request at the limits."""
 
     shape: Shape
-    batch: Callable[[], Batch]
+    batch: Callable[[], Batch] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     fit: dict[str, Any] | None = None
     ranges: int = 1
     """Requests with different row ranges, one after the other."""
+    search: dict[str, Any] | None = None
+    """Keywords of a search, instead of a batch."""
 
 
 def repeated(text: str, count: int, vectors: int = 1) -> Callable[[], Batch]:
@@ -208,6 +219,52 @@ def cases(scale: float) -> Iterator[tuple[str, Case]]:
     )
 
 
+def search_cases(scale: float) -> Iterator[tuple[str, Case]]:
+    """Yield searches by name, as `cases` yields other requests."""
+
+    def n(count: int) -> int:
+        return max(1, int(count * scale))
+
+    small, wide = Shape(2000), Shape(1024, n(100_000))
+    many, usual = Shape(n(30_000_000), 1), {"max_generations": 60}
+    short, few = {"rules": Rules(max_size=7)}, {"max_generations": 3}
+    plain = {**few, "pairs": False}
+    length = np.ones((2, BASE_UNITS))
+    powers = {"units": Units(length, length[0], True), **plain}
+    rules = Rules(nesting={("exp", "exp"): 0, ("sin", "exp"): 1}, counts={"sin": 1}, max_depth=6)
+    for name, shape, options in (
+        ("usual", small, usual),
+        ("float64", replace(small, dtype="float64"), usual),
+        ("pairs, 5,000 screening rows", Shape(5000), {**usual, "screening_rows": 5000}),
+        ("long formulas", small, {**usual, "rules": Rules(max_size=200)}),
+        ("mean absolute error", small, {**usual, "loss": Loss.MAE}),
+        ("own dear loss", small, {**few, "custom_loss": LossFunction.parse(LONG_LOSS)}),
+        ("units", small, powers),
+        ("rules", small, {**plain, "rules": rules, "population": n(100_000)}),
+        ("a population of 1,000,000", small, {**short, **plain, "population": n(1_000_000)}),
+        (
+            "65,536 islands",
+            small,
+            {**short, **plain, "population": n(300_000), "islands": n(65_536), "fit_iterations": 1},
+        ),
+        (
+            "1,000,000 screening rows",
+            Shape(n(1_000_000)),
+            {**short, **plain, "population": 100, "screening_rows": n(1_000_000)},
+        ),
+        ("30,000,000 rows", many, plain),
+        ("half of 30,000,000 rows without weight", replace(many, weightless=0.5), plain),
+        ("100,000 variables", wide, few),
+        (
+            "20,000 guesses",
+            small,
+            {**plain, "guesses": repeated("p1*exp(p2*x1)+p3*x2", n(20_000))()},
+        ),
+        ("many iterations", small, {**plain, "fit_iterations": 10_000}),
+    ):
+        yield f"search: {name}", Case(shape, search=options)
+
+
 def status(name: str) -> int:
     """Return a size of this process in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -216,15 +273,26 @@ def status(name: str) -> int:
     return 0
 
 
-def measured(engine: CpuEngine, datasets: LoadedDatasets, case: Case) -> dict[str, float]:
-    """Run a case; return its longest pause and the most memory beyond what was admitted."""
+def requests_of(
+    engine: CpuEngine, datasets: LoadedDatasets, case: Case
+) -> Iterator[tuple[Steps[Any], int, Any]]:
+    """Yield the steps of each request of a case, the memory that is admitted, and what it needs."""
     data = dataset(case.shape)
-    datasets.load(data)
-    engine.others_wait(True)
-    longest, pauses, beyond, waited = 0.0, 0, 0, 0
     runner = RequestRunner(engine, datasets, 1 << 20)
     for number in range(case.ranges):
         rows = None if case.ranges == 1 else (number + 1, data.layout.rows - number)
+        if case.search is not None:
+            asked = SearchRequest(data.content_id, **case.search)
+            admitted = check_search(asked, data.layout, LIMITS, MOST_PENDING)
+            yield (
+                engine.search(
+                    asked, datasets, cancelled=np.zeros(1, np.uint8), report=lambda _: None
+                ),
+                admitted,
+                None,
+            )
+            continue
+        assert case.batch is not None
         problem = Evaluation(data.content_id, case.batch(), rows=rows, **case.options)
         if case.fit is None:
             settings = None
@@ -234,23 +302,29 @@ def measured(engine: CpuEngine, datasets: LoadedDatasets, case: Case) -> dict[st
             settings = FitSettings(**case.fit)
             admitted = check_fit(FitRequest(problem, settings), data.layout, LIMITS)
         request = EngineRequest(engine, data, problem, settings, runner)
+        yield request.steps, admitted, request
+
+
+def measured(engine: CpuEngine, datasets: LoadedDatasets, case: Case) -> dict[str, float]:
+    """Run a case; return its longest pauses and the most memory beyond what was admitted."""
+    data = dataset(case.shape)
+    datasets.load(data)
+    engine.others_wait(True)
+    pauses, beyond = list[Pause](), 0
+    for steps, admitted, request in requests_of(engine, datasets, case):
         gc.collect()
-
-        def look(pause: Pause) -> None:
-            nonlocal longest, pauses, waited
-            longest, pauses = max(longest, pause.seconds), pauses + 1
-            waited += pause.waits
-
         Path("/proc/self/clear_refs").write_text("5")  # the most memory is what there is now
         before = status("VmRSS")
-        request.run(look)
+        run_steps(steps, pauses.append)
         beyond = max(beyond, status("VmHWM") - before - admitted)
-        del request
+        del steps, request
     datasets.unload(data.content_id)
     return {
-        "longest_ms": round(1e3 * longest, 1),
-        "looks": pauses,
-        "waits": waited,
+        "longest_ms": round(1e3 * max(pause.seconds for pause in pauses), 1),
+        "all_threads_ms": round(1e3 * max(pause.process for pause in pauses), 1),
+        "wall_ms": round(1e3 * max(pause.wall for pause in pauses), 1),
+        "looks": len(pauses),
+        "waits": sum(pause.waits for pause in pauses),
         "admitted_MiB": admitted >> 20,
         "beyond_MiB": max(0, beyond >> 20),
     }
@@ -267,7 +341,7 @@ def main() -> None:
     engine._load_derivatives().result()
     datasets = LoadedDatasets(engine)
     found: dict[str, dict[str, float]] = {}
-    for name, case in cases(options.scale):
+    for name, case in (*cases(options.scale), *search_cases(options.scale)):
         if options.only not in name:
             continue
         for _ in range(options.rounds):
@@ -277,13 +351,14 @@ def main() -> None:
                 print(name, repr(error)[:300])
                 break
             best = found.setdefault(name, one)
-            for key in ("longest_ms", "beyond_MiB"):
+            for key in ("longest_ms", "all_threads_ms", "wall_ms", "beyond_MiB"):
                 best[key] = min(best[key], one[key])
             if best["longest_ms"] <= 1e3 * MOST_SECONDS and best["beyond_MiB"] <= MOST_BYTES >> 20:
                 break
         if name in found:
             print(f"{name:60} {found[name]}", flush=True)
-    content = {"scale": options.scale, "threads": options.threads, "cases": found}
+    content = {"scale": options.scale, "threads": options.threads, "load": os.getloadavg()}
+    content |= {"cases": found}
     worst = max((each["longest_ms"] for each in found.values()), default=0.0)
     most = max((each["beyond_MiB"] for each in found.values()), default=0)
     save("steps", {**content, "longest_ms": worst, "most_beyond_MiB": most})

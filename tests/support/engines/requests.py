@@ -26,6 +26,30 @@ class Pause(NamedTuple):
     """Processor time of the thread: other work on the machine does not count."""
     waits: bool
     """Whether it then waited for a device, or for other threads."""
+    process: float = 0.0
+    """Processor time of all threads of the process meanwhile: these may work for the engine's."""
+    wall: float = 0.0
+    """Seconds, which other work on the machine makes longer."""
+
+
+def run_steps(steps: Steps[Any], look: Callable[[Pause], None] = lambda pause: None) -> Any:
+    """Run all steps, and return their result.
+
+    ``look`` is called whenever the engine's thread would look at its queue.
+    """
+    clocks = time.thread_time, time.process_time, time.monotonic
+    while True:
+        thread, process, wall = (clock() for clock in clocks)
+        try:
+            waits_for, result, is_over = next(steps), None, False
+        except StopIteration as end:
+            waits_for, result, is_over = None, end.value, True
+        spent = time.thread_time() - thread, time.process_time() - process
+        look(Pause(spent[0], waits_for is not None, spent[1], time.monotonic() - wall))
+        if is_over:
+            return result
+        if waits_for is not None:
+            waits_for.result()
 
 
 class EngineRequest:
@@ -80,16 +104,7 @@ class EngineRequest:
 
         ``look`` is called whenever the engine's thread would look at its queue.
         """
-        while True:
-            began = time.thread_time()
-            try:
-                waits_for = next(self.steps)
-            except StopIteration:
-                look(Pause(time.thread_time() - began, waits=False))
-                break
-            look(Pause(time.thread_time() - began, waits_for is not None))
-            if waits_for is not None:
-                waits_for.result()
+        run_steps(self.steps, look)
 
     def results(self) -> dict[str, bytes]:
         """Run all steps; return the results by name."""
