@@ -244,9 +244,11 @@ class Program:
                 simplified program may have fewer parameters.
             assume_defined: also apply rules that hold only where the formula is defined, such as
                 x/x = 1 and exp(log(x)) = x, as for a publication. By default NaN and infinities
-                stay where they are for finite variables, but for the sign of a zero, which no rule
-                keeps: ``0 - x1`` is ``-x1``, which is -0 at 0. Only an operator that tells -0 from
-                0 makes more of it: ``1/(0 - x1)`` is inf at 0, and ``-1/x1`` is -inf there.
+                stay where they are for finite variables, as long as sums, products and powers of
+                finite numbers are finite: ``x2/x1*x3`` becomes ``x2*x3/x1``, which overflows for
+                other numbers (`warpfit.Client.simplify` looks at the data). The sign of a zero no
+                rule keeps: ``0 - x1`` is ``-x1``, which is -0 at 0. Only an operator that tells -0
+                from 0 makes more of it: ``1/(0 - x1)`` is inf at 0, and ``-1/x1`` is -inf there.
             algebra: also ask SymPy, for at most ten seconds; what it finds is taken if it is
                 shorter and agrees with the program on random rows.
 

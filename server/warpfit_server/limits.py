@@ -60,7 +60,10 @@ _FITTED_PARAMETERS: Final = 500
 #: Most short formulas of which a search makes pairs, about; formulas of it that are evaluated at a
 #: time; most pairs that an engine keeps; and bytes in which its threads weigh pairs.
 LIBRARY_SIZE: Final = 12_000
-PAIRS_EVALUATED: Final = 1_024
+PAIRS_EVALUATED: Final = 512
+#: Rows on which pairs are searched, of more screening rows; and most screening rows.
+PAIR_ROWS: Final = 512
+MOST_SCREENING_ROWS: Final = 1 << 20
 MOST_PAIRS: Final = 600
 WEIGHER_BYTES: Final = 16 << 20
 #: Formulas of a search that says no number, most of those that fit a GPU.
@@ -298,6 +301,16 @@ def check_search(request: SearchRequest, layout: Layout, limits: Limits, availab
                 f"Leave the {name} out; warpfit.sklearn.SymbolicRegressor has it",
                 name,
             )
+    start, stop = request.row_range(layout)
+    if (rows := min(request.screening_rows, stop - start)) > MOST_SCREENING_ROWS:
+        raise InvalidArgumentError(
+            f"formulas are scored on {rows} rows, the limit is {MOST_SCREENING_ROWS}",
+            "TOO_MANY_ROWS",
+            "Ask for fewer screening rows: the best formulas are fitted on all rows anyway",
+            "screening_rows",
+            needed=rows,
+            available=MOST_SCREENING_ROWS,
+        )
     needed = search_bytes(request, layout)
     if needed > available:
         raise ResourceExhaustedError(
@@ -319,9 +332,11 @@ def search_bytes(request: SearchRequest, layout: Layout) -> int:
     population = request.population or _USUAL_POPULATION
     rows = min(request.screening_rows, stop - start)
     formula = _SEARCH_FORMULA_BYTES + _SEARCH_TOKEN_BYTES * 2 * request.rules.max_size
-    columns = 8 * rows * (layout.variables + 2)
+    columns = 12 * rows * (layout.variables + 2)  # in float64, and in float32 for the scores
     guesses = 0 if request.guesses is None else _LOWERED_BYTES * len(request.guesses.codes)
-    pairs = pair_search_bytes(rows) if request.pairs and request.template is None else 0
+    pairs = (
+        pair_search_bytes(min(rows, PAIR_ROWS)) if request.pairs and request.template is None else 0
+    )
     return _SEARCH_BYTES_AT_LEAST + population * formula + columns + guesses + pairs
 
 

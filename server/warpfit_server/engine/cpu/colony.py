@@ -76,6 +76,9 @@ _ISLAND: Final = 256
 #: each formula, and pairs that take as long as what else a step for pairs does: generations, fits
 #: and pairs take about a third of the time each.
 _SCHEDULE: Final = (4, 80, 200, 3_000_000)
+#: Formulas that compete, or are ranked, in a step; and rows of a chunk, unless a formula has more.
+_AT_ONCE: Final = 1 << 15
+_ROWS_IN_CHUNK: Final = 1 << 17
 #: Formulas of a chunk, and token-rows that take about as long as breeding or screening one.
 _IN_CHUNK: Final = 64
 _COST_OF_A_FORMULA: Final = 4_000
@@ -517,17 +520,21 @@ class CpuColony:
         best beside those of the formulas in their places.
         """
         island, closest = self._settings.island, self._closest
-        ratios = np.full(len(closest.ratios), np.inf)
-        first = np.unique(closest.hashes, return_index=True)[1]
-        ratios[first] = closest.ratios[first]
-        chosen = np.argsort(ratios.reshape(-1, island), axis=1, kind="stable")[:, :count]
-        places = (chosen + np.arange(len(chosen))[:, None] * island).reshape(-1)
-        places = places[np.isfinite(ratios[places])]
+        found = list[NDArray[np.int64]]()
+        for start in range(0, len(self._scores), step := island * max(1, _AT_ONCE // island)):
+            hashes, own = closest.hashes[start : start + step], closest.ratios[start : start + step]
+            ratios = np.full(len(own), np.inf)
+            first = np.unique(hashes, return_index=True)[1]
+            ratios[first] = own[first]
+            chosen = np.argsort(ratios.reshape(-1, island), axis=1, kind="stable")[:, :count]
+            places = (chosen + np.arange(len(chosen))[:, None] * island).reshape(-1)
+            found.append(start + places[np.isfinite(ratios[places])])
+            yield None
+        places = np.concatenate(found)
         self._returned[self._slots(closest)[places]] = closest.hashes[places]
         self.island_scores = self._scores.reshape(-1, island).min(axis=1)
         genomes = Genomes(*closest[:3]).take(places)
         closest.ratios[:] = np.inf
-        yield None
         return Scored(genomes, closest.losses[places], places)
 
     def best(self) -> Steps[Scored]:
@@ -553,13 +560,17 @@ class CpuColony:
         """Score children, which take their places where they are better."""
         self._state["close"] = close
         yield from self._run(self._work(screen_chunk, children))
-        yield from self._run(self._work(keep_chunk, children, slice(0, 1)))
+        for first in range(0, len(children.places), _AT_ONCE):
+            some = children.some(slice(first, first + _AT_ONCE))
+            yield from self._run(self._work(keep_chunk, some, slice(0, 1)))
+            yield None
         self.formulas += int(np.count_nonzero(children.lengths))
 
     def _work(self, function: Any, children: Children, some: slice | None = None) -> ChunkedWork:
         """Return the work of a function on children, or on some of them."""
         first, stop = (0, len(children.places)) if some is None else (some.start, some.stop)
-        edges = np.append(np.arange(first, stop, _IN_CHUNK), stop)
+        in_chunk = max(1, min(_IN_CHUNK, _ROWS_IN_CHUNK // len(self._screening.target)))
+        edges = np.append(np.arange(first, stop, in_chunk), stop)
         ranges = np.zeros(len(edges) - 1, RANGE)
         ranges["start"], ranges["stop"] = edges[:-1], edges[1:]
         cut = Cut(ranges, ONE_SPAN, len(children.places) * _COST_OF_A_FORMULA)

@@ -232,12 +232,11 @@ class CpuEngine:
         report: Callable[[SearchProgress], None],
     ) -> interface.Steps[SearchProgress]:
         """Search for formulas; see `interface.Engine`."""
-        # Imported on first use, because importing it delays the start of the server.
+        yield BACKGROUND.submit(parts.load_search, self.threads)
+        # Imported by then, on another thread: importing it delays the start of the server.
         from warpfit_server.engine.cpu.colony import CpuColony, colony_settings
         from warpfit_server.engine.cpu.pairs import CpuWeigher
         from warpfit_server.engine.search.driver import search
-
-        yield BACKGROUND.submit(parts.load_search, self.threads)
 
         def new_colony(
             grammar: NDArray[np.int32],

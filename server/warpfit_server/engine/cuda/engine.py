@@ -6,6 +6,7 @@ derivatives, user-defined losses and statistics are always interpreted.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 import time
@@ -309,6 +310,8 @@ class CudaEngine:
 
         def load() -> DerivativeTier:
             started = time.perf_counter()
+            # Importing the driver of fits takes longer than a step.
+            importlib.import_module("warpfit_server.engine.fit.driver")
             where = self._device.cache_directory, self._device.architecture
             given = *where, self.threads
             parts.compile_group("derivatives", *given, urgent=False)

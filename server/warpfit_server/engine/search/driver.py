@@ -61,6 +61,7 @@ from warpfit_server.engine.search.genome import (
 from warpfit_server.engine.search.library import joined
 from warpfit_server.engine.search.pairs import PairSearch
 from warpfit_server.engine.search.weighing import Weigher
+from warpfit_server.limits import PAIR_ROWS
 
 Floats = NDArray[np.float64]
 #: Least seconds between two reports, and part of the time that they take where rows are many.
@@ -89,8 +90,10 @@ _SINGLE_SPREAD: Final = 1e-3
 #: Variances of a target between which those of its errors keep their digits.
 _TARGET_RANGE: Final = (1e-280, 1e280)
 #: Numbers of a pass over rows or columns, and formulas of a fit, between two looks at the queue.
-_ROWS_AT_ONCE: Final = 1 << 20
+_ROWS_AT_ONCE: Final = 1 << 18
 _FITTED_AT_ONCE: Final = 1_024
+#: Rows by which the ranks of columns are compared.
+_RANKED_ROWS: Final = 4_096
 #: Greatest magnitude of a constant in the colony.
 _LARGEST_CONSTANT: Final = 1e15
 #: Improvement of a loss that counts.
@@ -386,14 +389,14 @@ class _Search:
         return self._all_rows > _MANY_ROWS * self._request.screening_rows
 
     def _pair_search(self, columns: list[int], weigher: Weigher) -> PairSearch:
-        """Return the search for pairs and sums of short formulas on the screening rows."""
-        rows = self._rows
+        """Return the search for pairs and sums of short formulas on the first screening rows."""
+        rows, first = self._rows, slice(0, PAIR_ROWS)
         return PairSearch(
             operators=self._request.operators,
             columns=columns,
-            X=np.ascontiguousarray(rows.variables, np.float64),
-            target=self._screening.target,
-            weights=None if rows.weights is None else self._screening.weights,
+            X=rows.variables[:, first],
+            target=self._screening.target[first],
+            weights=None if rows.weights is None else self._screening.weights[first],
             values=self._values,
             admissible=self._allowed,
             weigher=weigher,
@@ -436,15 +439,16 @@ class _Search:
         return islands * settings.island + own
 
     def _values(self, formulas: Population) -> Steps[Floats]:
-        """Evaluate formulas without parameters on the screening rows, [formulas, rows]."""
-        count = len(formulas)
+        """Evaluate formulas without parameters on the rows of pairs, [formulas, rows]."""
+        count, rows = len(formulas), min(PAIR_ROWS, len(self._screening.target))
         batch = Batch(
             formulas.codes, formulas.values, formulas.lengths,
             parameter_counts=np.zeros(count, np.uint32), parameters=np.empty(0),
         )  # fmt: skip
-        values = np.empty((count, 1, len(self._screening.target)))
+        values = np.empty((count, 1, rows))
         outputs = Outputs(values, None, self._cancelled, lambda programs: None)
-        yield from self._engine.evaluate(Evaluation(self._rows.content_id, batch), outputs)
+        problem = Evaluation(self._rows.content_id, batch, (0, rows))
+        yield from self._engine.evaluate(problem, outputs)
         return values[:, 0]
 
     def _allowed(self, formulas: Population) -> NDArray[np.bool_]:
@@ -494,7 +498,7 @@ class _Search:
 
     def _screen(self, rows: NDArray[np.int64], columns: list[int]) -> Steps[Screening]:
         """Load the screening rows in the type in which formulas are scored."""
-        single = self._suits_float32(columns)
+        single = yield from self._suits_float32(columns)
         scoring = self._rows
         if single:
             scoring = yield from self._load_rows(rows, np.dtype(np.float32))
@@ -592,12 +596,13 @@ class _Search:
             return columns
         target = self._dataset.target
         assert target is not None
+        rows = rows[:_RANKED_ROWS]
         ranks = np.argsort(np.argsort(target[rows])) - (len(rows) - 1) / 2
         scores = []
         for column in columns:
             own = np.argsort(np.argsort(self._dataset.variables[column][rows]))
             scores.append(abs(float((own - (len(rows) - 1) / 2) @ ranks)))
-            if len(scores) * len(rows) % _ROWS_AT_ONCE < len(rows):
+            if len(scores) % max(1, _ROWS_AT_ONCE // (4 * len(rows))) == 0:  # sorting is dear
                 yield None
         chosen = np.argsort(scores)[::-1][:MOST_COLUMNS]
         return sorted(columns[place] for place in chosen.tolist())
@@ -645,15 +650,20 @@ class _Search:
             )
         return spread
 
-    def _suits_float32(self, columns: Sequence[int]) -> bool:
+    def _suits_float32(self, columns: Sequence[int]) -> Steps[bool]:
         """Return whether float32 tells the numbers of the columns apart, and their powers."""
-        numbers = np.abs(self._rows.variables[list(columns)].astype(np.float64))
-        sound = numbers[np.isfinite(numbers) & (numbers > 0)]
         least, most = _SINGLE_RANGE
-        if len(sound) and not (least < sound.min() and sound.max() < most):
-            return False
-        spread, size = numbers.std(axis=1), numbers.max(axis=1)
-        return bool(((spread == 0) | (spread > _SINGLE_SPREAD * size)).all())
+        some = max(1, _ROWS_AT_ONCE // self._rows.layout.rows)
+        for first in range(0, len(columns), some):
+            numbers = np.abs(self._rows.variables[list(columns[first : first + some])])
+            sound = numbers[np.isfinite(numbers) & (numbers > 0)]
+            if len(sound) and not (least < sound.min() and sound.max() < most):
+                return False
+            spread, size = numbers.std(axis=1), numbers.max(axis=1)
+            if not ((spread == 0) | (spread > _SINGLE_SPREAD * size)).all():
+                return False
+            yield None
+        return True
 
     # --------------------------------------------------------------------------------------- fits
 

@@ -92,7 +92,7 @@ def test_other_texts_with_an_order_are_names(client, names):
         lambda client: client.evaluate(client.upload(X, X[:, 0]), HALF),
         lambda client: client.evaluate(client.upload(X, X[:, 0]), "x1", loss=HALF),
         lambda client: warpfit.parse("x1", [HALF]) and warpfit.parse(HALF),
-        lambda client: warpfit.parse("x2", [HALF]),
+        lambda client: warpfit.parse("q", [HALF]),
         lambda client: warpfit.connect(HALF),
         lambda client: warpfit.connect("127.0.0.1:1", token=HALF),
     ],

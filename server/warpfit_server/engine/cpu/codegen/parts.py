@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import logging
 import sys
 import time
@@ -153,6 +154,8 @@ def load(processes: int = 1) -> Kernels:
 
 def load_derivatives(kernels: Kernels, processes: int) -> Kernels:
     """Load the code for derivatives and fits; return the kernels of both, otherwise as `load`."""
+    # Importing the driver of fits takes longer than a step: the first fit finds it imported.
+    importlib.import_module("warpfit_server.engine.fit.driver")
     found = load_group("derivatives", processes, urgent=False)
     names = {kernel.code: kernel.name for kernel in partial_kernels()} | {PRODUCT_CODE: PRODUCT}
     both = {}
@@ -169,6 +172,7 @@ def load_derivatives(kernels: Kernels, processes: int) -> Kernels:
 
 def load_search(processes: int) -> None:
     """Load the code for searches, which is compiled first where it is not kept on disk."""
+    importlib.import_module("warpfit_server.engine.search.driver")  # which takes longer than a step
     load_group("search", processes, urgent=True)
 
 

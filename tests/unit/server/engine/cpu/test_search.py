@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from support.engines.requests import Pause, run_steps
 from support.engines.searches import (
     Searches,
     check_front,
@@ -26,6 +27,7 @@ from warpfit.parse import parse
 from warpfit.request import Precision
 from warpfit.searching import Form, Rules, SearchReason, SearchRequest, Template, Units
 from warpfit.server_info import Limits
+from warpfit_server.engine.cpu import colony
 from warpfit_server.engine.cpu import engine as cpu
 from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.cpu.colony import CpuColony
@@ -605,3 +607,58 @@ def test_what_is_exact_on_the_screening_rows_alone_does_not_search_for_ever(sear
     asked = {"screening_rows": 1, "target_loss": 0.0, "max_generations": 3}
     found = search(table(noise=0.5), **asked)
     assert found.reason in (SearchReason.GENERATIONS, SearchReason.IDLE)
+
+
+# ------------------------------------------------------------------------------------------- steps
+
+
+def cut_small(monkeypatch) -> None:
+    """Cut the passes over formulas, rows and columns of a search into many steps."""
+    monkeypatch.setattr(colony, "_AT_ONCE", 32)
+    monkeypatch.setattr(colony, "_ROWS_IN_CHUNK", 64)
+    monkeypatch.setattr(driver, "_ROWS_AT_ONCE", 64)
+
+
+@pytest.mark.parametrize("columns", [3, 1030])
+def test_a_search_does_not_depend_on_how_its_passes_are_cut(engine, monkeypatch, columns):
+    data, asked = table(columns=columns), {"max_generations": 4, "fit_iterations": 2}
+    looks, fronts = [], []
+    for _ in range(2):
+        search = Searches(engine)
+        request = search.request(data, **asked)
+        search.datasets.load(data)
+        pauses: list[Pause] = []
+        found = run_steps(search.begin(request), pauses.append)
+        search.datasets.unload(data.content_id)
+        looks.append(len(pauses))
+        fronts.append(front_of(found))
+        cut_small(monkeypatch)
+    assert fronts[0] == fronts[1]
+    assert looks[1] > looks[0] + 10
+
+
+def test_pairs_are_searched_on_a_part_of_many_rows(search, monkeypatch):
+    seen, made = [], driver.PairSearch
+
+    def small(**given):
+        seen.append(given)
+        return made(size=200, **given)
+
+    monkeypatch.setattr(driver, "PairSearch", small)
+    found = search(
+        table(rows=1100), screening_rows=1100, pairs=True, max_generations=4, fit_iterations=15
+    )
+    (given,) = seen
+    assert given["X"].shape == (3, 512)
+    assert given["target"].shape == (512,)
+    assert found.pairs > 0
+
+
+def test_more_screening_rows_than_a_step_can_look_at_are_refused(search):
+    layout = replace(table().layout, rows=2_000_000)
+    asked = replace(search.request(table()), screening_rows=1 << 20, pairs=False)
+    assert check_search(asked, layout, Limits(), 1 << 40) > 0
+    with pytest.raises(InvalidArgumentError) as caught:
+        check_search(replace(asked, screening_rows=1 << 21), layout, Limits(), 1 << 40)
+    assert (caught.value.reason, caught.value.field) == ("TOO_MANY_ROWS", "screening_rows")
+    assert (caught.value.needed, caught.value.available) == (2_000_000, 1 << 20)
