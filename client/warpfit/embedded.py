@@ -72,8 +72,7 @@ def embedded_server(
         )
     require_server()
     flags = ["--host", "127.0.0.1", "--port", "0", "--parent", str(os.getpid())]
-    # The priority is that of this process: nobody else is served.
-    flags += ["--grace", str(_GRACE_SECONDS), "--engine-nice", "0", *arguments]
+    flags += ["--grace", str(_GRACE_SECONDS), *arguments]
     child = python_child("-m", "warpfit_server", *flags)
     streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with (

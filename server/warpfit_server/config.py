@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 from warpfit.cli.parser import CommandParser
 from warpfit.cli.standard_streams import tell
@@ -29,7 +29,7 @@ from warpfit_server.system.machine import (
     check_devices,
     engine_devices,
 )
-from warpfit_server.system.sockets import cannot_listen
+from warpfit_server.system.sockets import cannot_listen, split_address
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _LIMITS: Final = Limits()
@@ -39,17 +39,22 @@ _MESSAGE_PART, _LEAST_MESSAGE_BYTES = 8, 4 << 20
 _FRONT_ENDS_A_DEVICE: Final = 16
 _LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _LAST_PORT: Final = 65_535
+_LOOPBACK: Final = "127.0.0.1"
 #: Greatest whole number of a setting, and greatest number of seconds, which is 31 years.
-_MOST_COUNT, _MOST_SECONDS = 2**62, 10**9
-#: Default of the most connections of a front-end process: this part of its file descriptors, and
-#: at most this number. A quarter of the descriptors is for data sets, the rest for calls in flight.
+MOST_COUNT, _MOST_SECONDS = 2**62, 10**9
+#: Most connections of a front-end process: this part of its file descriptors, and at most this
+#: number. A quarter of the descriptors is for data sets, the rest for calls in flight.
 _CONNECTIONS_PART, _MOST_CONNECTIONS = 0.4, 4096
 #: Part of the descriptors for idle result memory of all front ends, most of which each engine has
 #: mapped; descriptors of a segment; and most segments, because only some sizes are in use.
 _IDLE_PART, _IDLE_FILES, _MOST_IDLE = 1 / 8, 2, 256
-#: Default of the result memory that all processes keep: at most these bytes, and at most this
-#: part of the memory.
+#: Result memory that all front ends keep for reuse: at most these bytes, and at most this part of
+#: the memory.
 _IDLE_BYTES, _IDLE_MEMORY_PART = 512 << 20, 16
+#: Niceness of the threads that compute, beside what answers calls.
+_ENGINE_NICE: Final = 10
+#: Seconds that an engine may take to start, in which it may have to compile its code.
+_START_SECONDS: Final = 600.0
 
 
 def parse_bytes(text: str, least: int = 0) -> int:
@@ -58,8 +63,8 @@ def parse_bytes(text: str, least: int = 0) -> int:
     if match is None:
         raise ValueError(f"{text!r} is no size; write it like 4096, 256MiB or 16GB")
     size = int(match[1]) * _UNITS[match[2] or ""]
-    if not least <= size <= _MOST_COUNT:
-        raise ValueError(f"{text!r} is no size from {least} to {_MOST_COUNT} bytes")
+    if not least <= size <= MOST_COUNT:
+        raise ValueError(f"{text!r} is no size from {least} to {MOST_COUNT} bytes")
     return size
 
 
@@ -78,9 +83,17 @@ def parse_port(text: str) -> int:
     return int(text)
 
 
+def parse_listener(text: str) -> str:
+    """Return HOST:PORT of a port, on loopback if no host is given; raise ValueError."""
+    host, colon, port = text.rpartition(":")
+    if (colon and not host) or (":" in host and not re.fullmatch(r"\[.*\]", host)):
+        raise ValueError(f"{text!r} is no port; write it like 9464, 0.0.0.0:9464 or [::]:9464")
+    return f"{host or _LOOPBACK}:{parse_port(port)}"
+
+
 def parse_number(kind: type[int] | type[float], least: int, text: str) -> float:
     """Return a number of a kind, from ``least`` on; raise ValueError."""
-    what, most = ("whole number", _MOST_COUNT) if kind is int else ("number", _MOST_SECONDS)
+    what, most = ("whole number", MOST_COUNT) if kind is int else ("number", _MOST_SECONDS)
     try:
         number = kind(text)
     except ValueError:
@@ -103,7 +116,7 @@ class Config:
 
     Each field ``some_name`` is the flag ``--some-name`` and the variable ``WARPFIT_SOME_NAME``; a
     flag wins over a variable. Names that end with ``bytes`` or ``memory`` are sizes, names that end
-    with ``port`` are ports.
+    with ``port`` are ports, to which those of health checks and metrics add a host.
     """
 
     host: str = _option("127.0.0.1", "address to listen on")
@@ -130,71 +143,37 @@ class Config:
     threads: int | None = _option(
         None, "threads of all CPU engines together (default: one for each core)", least=1
     )
-    engine_nice: int = _option(
-        10, "niceness of the threads that compute, beside what answers calls; 19 is the most"
-    )
     cache_dir: str = _option("", "directory of compiled code (default: the user's cache)")
     data_root: str = _option("", "folder whose Parquet files callers may open (default: none)")
     log_level: str = _option("info", "least level of log lines", _LOG_LEVELS)
     log_format: str = _option("text", "form of the log lines", ("text", "json"))
-    tracing: str = _option("none", "where OpenTelemetry traces go", ("none", "otlp"))
     grace: float = _option(10.0, "seconds that calls may take to finish on SIGTERM")
     notice: float = _option(
         0.0, "seconds on SIGTERM between the end of readiness and refusing new calls"
     )
-    health_port: int | None = _option(
-        None, "plain port for health checks only; 0 takes a free one (default: none)"
+    health_port: str | None = _option(
+        None, "plain port, or HOST:PORT, for health checks only; 0 takes a free one (default: none)"
     )
-    health_host: str = _option("127.0.0.1", "address of the health port")
-    metrics_port: int | None = _option(
-        None, "HTTP port of the metrics; 0 takes a free one (default: none)"
+    metrics_port: str | None = _option(
+        None, "HTTP port, or HOST:PORT, of the metrics; 0 takes a free one (default: none)"
     )
-    metrics_host: str = _option("127.0.0.1", "address of the metrics port")
     expose_tenants: bool = _option(
         False, "allow a metrics port on a network although it tells the names of the tenants"
     )
-    probe_seconds: float = _option(2.0, "pause between probes of the engine")
-    probe_timeout: float = _option(
-        3.0, "seconds without an answer to a probe after which the server is not ready"
-    )
     hang_seconds: float = _option(
-        30.0, "seconds without an answer after which the engine is replaced"
-    )
-    stuck_seconds: float = _option(120.0, "seconds that a cancelled request may take to stop")
-    start_seconds: float = _option(600.0, "seconds that an engine may take to start")
-    chunk_bytes: int = _option(1 << 20, "bytes of values in one message of an answer", least=1)
-    idle_bytes: int | None = _option(
-        None,
-        "result memory that all front ends together keep for reuse (default: 512 MiB, but at most "
-        "a sixteenth of the memory)",
-    )
-    max_message_bytes: int = _option(
-        _LIMITS.message_bytes,
-        "one message; also at most an eighth of --max-pending-bytes, but 4 MiB are always allowed",
+        30.0,
+        "seconds without an answer after which an engine is replaced; a tenth of them without one "
+        "ends readiness, and a cancelled request may take four times as long",
     )
     message_seconds: float = _option(
         30.0, "seconds in which a message of a call must arrive completely"
     )
-    max_dataset_bytes: int = _option(_LIMITS.dataset_bytes, "one data set")
     max_resident_bytes: int | None = _option(None, "all data sets (default: half of the memory)")
-    max_programs: int = _option(_LIMITS.programs, "programs in a batch")
-    max_tokens: int = _option(_LIMITS.tokens, "tokens in a batch")
-    max_program_tokens: int = _option(_LIMITS.program_tokens, "tokens in a program")
-    max_vectors: int = _option(_LIMITS.vectors, "parameter vectors for each program")
     max_result_bytes: int = _option(_LIMITS.result_bytes, "one answer")
     max_requests: int = _option(_LIMITS.requests, "calls in flight, in all front ends")
-    max_connections: int | None = _option(
-        None,
-        "connections of each front end (default: 2 of 5 file descriptors, at most 4,096)",
-    )
-    max_rows: int = _option(_LIMITS.rows, "rows of a data set")
     max_searches: int = _option(
         _LIMITS.searches, "searches at the same time, in all front ends; 0 refuses them"
     )
-    max_loss_tokens: int = _option(_LIMITS.loss_tokens, "tokens in a caller's own loss function")
-    max_names: int = _option(_LIMITS.names, "variable names of a data set")
-    max_name_bytes: int = _option(_LIMITS.name_bytes, "all variable names of a data set")
-    max_rate: float = _option(_LIMITS.rate, "calls a second; 0 for no limit")
     max_queue_seconds: float = _option(60.0, "estimated engine time of a tenant's calls in flight")
     max_pending_bytes: int | None = _option(
         None, "arriving messages, batches and answers in flight (default: a quarter of the memory)"
@@ -206,6 +185,9 @@ class Config:
     tls_client_ca: str = _option("", "file with the authorities of client certificates, required")
     token_file: str = _option("", "file with the hashes of bearer tokens, required then")
     tenants_file: str = _option("", "file with limits of tenants (TOML)")
+
+    chunk_bytes: ClassVar[int] = 1 << 20
+    """Bytes of values in one message of an answer."""
 
     @property
     def engines(self) -> tuple[EngineDevice, ...]:
@@ -221,6 +203,31 @@ class Config:
         return max(1, each + (number < left))
 
     @property
+    def engine_nice(self) -> int:
+        """Niceness of the threads that compute; a server with a parent serves nobody else."""
+        return 0 if self.parent else _ENGINE_NICE
+
+    @property
+    def probe_seconds(self) -> float:
+        """Pause between two probes of an engine."""
+        return self.hang_seconds / 15
+
+    @property
+    def probe_timeout(self) -> float:
+        """Seconds without an answer to a probe after which a device is not ready."""
+        return self.hang_seconds / 10
+
+    @property
+    def stuck_seconds(self) -> float:
+        """Seconds that a cancelled request may take to stop."""
+        return 4 * self.hang_seconds
+
+    @property
+    def start_seconds(self) -> float:
+        """Seconds that an engine or a front end may take to start."""
+        return max(_START_SECONDS, 20 * self.hang_seconds)
+
+    @property
     def processes(self) -> int:
         """Number of front-end processes."""
         if self.front_ends:
@@ -232,14 +239,12 @@ class Config:
     def connections(self) -> int:
         """Most connections of one front-end process."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return self.max_connections or min(_MOST_CONNECTIONS, int(files * _CONNECTIONS_PART))
+        return min(_MOST_CONNECTIONS, int(files * _CONNECTIONS_PART))
 
     @property
     def idle_pool(self) -> tuple[int, int]:
         """Bytes and segments of result memory that each front end keeps for reuse at most."""
-        total = self.idle_bytes
-        if total is None:
-            total = min(_IDLE_BYTES, available_memory() // _IDLE_MEMORY_PART)
+        total = min(_IDLE_BYTES, available_memory() // _IDLE_MEMORY_PART)
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         segments = min(_MOST_IDLE, int(files * _IDLE_PART) // _IDLE_FILES)
         return total // self.processes, max(1, segments // self.processes)
@@ -272,7 +277,7 @@ class Config:
     def message_bytes(self) -> int:
         """Most bytes of a message, so that a few calls can send one at the same time."""
         part = max(_LEAST_MESSAGE_BYTES, self.pending_bytes // _MESSAGE_PART)
-        return min(self.max_message_bytes, part)
+        return min(_LIMITS.message_bytes, part)
 
     def check_memory(self) -> None:
         """Refuse limits above the memory that there is: the kernel would end the server instead.
@@ -281,7 +286,7 @@ class Config:
             InvalidArgumentError: names the first one.
         """
         memory = available_memory()
-        for name in ("max_resident_bytes", "max_pending_bytes", "idle_bytes"):
+        for name in ("max_resident_bytes", "max_pending_bytes"):
             if (getattr(self, name) or 0) > memory:
                 raise InvalidArgumentError(
                     f"--{name.replace('_', '-')} allows {getattr(self, name) / 2**30:.1f} GiB, "
@@ -316,25 +321,29 @@ class Config:
                 "INSECURE",
                 "Give --tls-cert and --tls-key, listen on 127.0.0.1, or accept it with --insecure",
             )
-        is_public = self.metrics_port is not None and not is_loopback(self.metrics_host)
-        if is_public and self.has_tenants and not self.expose_tenants:
+        if self.metrics_port is None or not self.has_tenants or self.expose_tenants:
+            return
+        host, port = split_address(self.metrics_port)
+        if not is_loopback(host):
             raise InvalidArgumentError(
-                f"whoever can reach the metrics port on {self.metrics_host} can read the names of "
-                "the tenants and how much they compute",
+                f"whoever can reach the metrics port on {host} can read the names of the tenants "
+                "and how much they compute",
                 "TENANTS_EXPOSED",
-                "Listen with --metrics-host 127.0.0.1, or keep others away by a firewall or "
-                "network policy and give --expose-tenants",
+                f"Listen with --metrics-port 127.0.0.1:{port}, or keep others away by a firewall "
+                "or network policy and give --expose-tenants",
             )
 
     def limits(self) -> Limits:
         """Return the limits, as clients see them."""
-        computed = ("message_bytes", "resident_bytes")
-        names = [f.name for f in fields(Limits) if f.name not in computed]
         resident = self.max_resident_bytes
+        resident = available_memory() // 2 if resident is None else resident
         return Limits(
             message_bytes=self.message_bytes,
-            resident_bytes=available_memory() // 2 if resident is None else resident,
-            **{name: getattr(self, f"max_{name}") for name in names},
+            dataset_bytes=max(_LIMITS.dataset_bytes, resident),
+            resident_bytes=resident,
+            result_bytes=self.max_result_bytes,
+            requests=self.max_requests,
+            searches=self.max_searches,
         )
 
     def to_json(self) -> str:
@@ -409,7 +418,7 @@ def _parser_of(setting: Any) -> Callable[[str], Any]:
     if setting.name.endswith(("bytes", "memory")):
         return _with_reason(partial(parse_bytes, least=setting.metadata["least"]))
     if setting.name.endswith("port"):
-        return _with_reason(parse_port)
+        return _with_reason(parse_port if setting.type == "int" else parse_listener)
     if setting.name.endswith("host"):
         return lambda text: text.removeprefix("[").removesuffix("]")  # as IPv6 in addresses
     if setting.type == "bool":

@@ -1,7 +1,7 @@
 """Size limits of requests, checked before anything is allocated for them.
 
-Every check raises ResourceExhaustedError, which names the limit and the flag that
-increases it, if there is one; of an answer that its caller cannot read, InvalidArgumentError.
+Every check raises ResourceExhaustedError, which names the limit and what
+increases it, if anything does; of an answer that its caller cannot read, InvalidArgumentError.
 """
 
 from collections.abc import Mapping, Sequence
@@ -97,6 +97,12 @@ _REFUSALS: Final[Mapping[str, tuple[str, ...]]] = {
     "rows": ("TOO_MANY_ROWS", "rows in the data set", "Use fewer rows", "layout.rows"),
     "result_bytes": ("RESULT_TOO_LARGE", "bytes of results"),
 }
+#: Flags of the server that raise a limit; others are in the tenants file alone.
+_FLAGS: Final = {
+    "dataset_bytes": "--max-resident-bytes",
+    "result_bytes": "--max-result-bytes",
+}
+_FILE: Final = "the server's --tenants-file (%s)"
 
 
 def spans_of_long_programs(tokens: int, rows: int) -> int:
@@ -113,10 +119,12 @@ def check_limit(limits: Limits, name: str, needed: int, what: str = "") -> None:
     if needed <= allowed:
         return
     reason, usual, advice, field = (*_REFUSALS[name], *_USUAL)[:4]
+    flag = _FLAGS.get(name)
+    raised = f"start the server with a higher {flag}" if flag else f"allow more in {_FILE % name}"
     raise ResourceExhaustedError(
         f"{needed} {what or usual}, the limit is {allowed}",
         reason,
-        f"{advice}, or start the server with a higher --max-{name.replace('_', '-')}",
+        f"{advice}, or {raised}",
         field,
         needed=needed,
         available=allowed,

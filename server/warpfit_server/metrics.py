@@ -249,7 +249,7 @@ class MetricsPort:
             raise UnavailableError(
                 f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}",
                 "PORT_IN_USE",
-                "Choose another --metrics-port or --metrics-host",
+                "Choose another --metrics-port",
             ) from error
         self.port: Final = int(self._server.sockets[0].getsockname()[1])
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)

@@ -22,7 +22,7 @@ from warpfit_server.processes.engine_start import Preparation
 from warpfit_server.processes.engines import Engines, EngineSupervisor
 from warpfit_server.processes.front_ends import FrontEnds
 from warpfit_server.processes.watchdog import Probe, Readiness, Watchdog
-from warpfit_server.system.sockets import join_address, reserve_port
+from warpfit_server.system.sockets import join_address, reserve_port, split_address
 from warpfit_server.tenancy.quotas import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit")
@@ -60,9 +60,9 @@ class Server:
         self._ports: dict[str, str] = {}
         health_port = -1
         if config.health_port is not None:
-            flag = "--health-host or --health-port"
-            health_port = self._reserve(config.health_host, config.health_port, flag)
-            self._ports["health"] = join_address(config.health_host, health_port)
+            host, port = split_address(config.health_port)
+            health_port = self._reserve(host, port, "--health-port")
+            self._ports["health"] = join_address(host, health_port)
         pool, self.recorder = SegmentPool(*config.idle_pool), Recorder()
         self.quotas = QuotaTable.create(config.processes, len(config.engines))
         self.engines = Engines(config, pool, prepared.engines)
@@ -125,10 +125,10 @@ class Server:
             if config.metrics_port is not None:  # imported only then, because that takes a while
                 from warpfit_server.metrics import MetricsPort, ServerCollector
 
-                render = ServerCollector(self).render
-                page = MetricsPort(render, config.metrics_host, config.metrics_port)
+                host, port = split_address(config.metrics_port)
+                page = MetricsPort(ServerCollector(self).render, host, port)
                 self._stack.callback(page.stop)
-                self._ports["metrics"] = join_address(config.metrics_host, page.port)
+                self._ports["metrics"] = join_address(host, page.port)
             self._front_ends.start(self.datasets)
             self.engines.start(
                 self.datasets.pinned,

@@ -38,7 +38,6 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def family(log: Path) -> Iterator[ServerProcess]:
     """A server of three front ends, parts of which may be killed."""
     flags = ("--front-ends", "3", "--max-resident-bytes", "16MiB", "--threads", "2", *PORTS)
-    flags += ("--engine-nice", "7")
     with ServerProcess(*flags, "--log-format", "json", "--log-level", "debug", log=log) as process:
         yield process
 

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from support.load.fuzz import FLAGS, Fuzzer, is_fine, outcomes
+from support.load.fuzz import FLAGS, LIMITS, Fuzzer, is_fine, outcomes
 from support.servers.rpcs import OWN_CONNECTION, Caller, detail_of
 from support.servers.server import ServerProcess, eventually, private_bytes
 from warpfit import codec, ops
@@ -208,8 +208,10 @@ THREADS = 4
 GROWTH_BYTES = 32 << 20
 
 
-def test_wrong_requests_get_answers_that_say_why():
-    flags = ("--threads", "2", "--front-ends", "1", *FLAGS)
+def test_wrong_requests_get_answers_that_say_why(tmp_path):
+    limits = tmp_path / "tenants.toml"
+    limits.write_text(LIMITS)
+    flags = ("--threads", "2", "--front-ends", "1", "--tenants-file", str(limits), *FLAGS)
     with ServerProcess(*flags) as server:
         family = [server.process.pid, server.engine().pid]
 

@@ -9,13 +9,14 @@ import warpfit
 from support.servers import health
 from support.servers.server import ServerProcess
 
-MOST = 8
+#: Open files of each process, and the connections that a front end has of these.
+FILES, MOST = 256, 102
 
 
 @pytest.fixture(scope="module")
 def server():
-    flags = ("--max-connections", str(MOST), "--front-ends", "1", "--health-port", "0")
-    with ServerProcess("--host", "0.0.0.0", "--insecure", *flags) as process:
+    flags = ("--host", "0.0.0.0", "--insecure", "--front-ends", "1", "--health-port", "0")
+    with ServerProcess(*flags, files=FILES) as process:
         yield process
 
 

@@ -47,8 +47,10 @@ class TestRatesAndLeases:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def server(cls):
-        flags = ("--max-rate", str(cls.RATE), "--front-ends", "2", "--threads", "2")
+    def server(cls, tmp_path_factory):
+        limits = tmp_path_factory.mktemp("rates") / "tenants.toml"
+        limits.write_text(f"[default]\nrate = {cls.RATE}\n")
+        flags = ("--tenants-file", str(limits), "--front-ends", "2", "--threads", "2")
         flags += ("--metrics-port", "0", "--lease-seconds", "1")
         with ServerProcess(*flags) as process:
             yield process
@@ -177,9 +179,11 @@ class TestMemory:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def server(cls):
+    def server(cls, tmp_path_factory):
+        limits = tmp_path_factory.mktemp("rows") / "tenants.toml"
+        limits.write_text(f"[default]\nrows = {cls.ROWS}\n")
         flags = ("--max-pending-bytes", "1MiB", "--max-resident-bytes", "2MB", "--threads", "1")
-        flags += ("--max-rows", str(cls.ROWS), "--max-message-bytes", "3MiB", "--front-ends", "1")
+        flags += ("--tenants-file", str(limits), "--front-ends", "1")
         with ServerProcess(*flags) as process:
             yield process
 
@@ -197,14 +201,15 @@ class TestMemory:
 
     def test_rows_and_messages(self, server):
         with warpfit.connect(server.address) as client:
-            with pytest.raises(warpfit.ResourceExhaustedError, match="--max-rows") as caught:
+            with pytest.raises(warpfit.ResourceExhaustedError) as caught:
                 client.upload(np.zeros((self.ROWS + 1, 1)))
+            assert "--tenants-file (rows)" in caught.value.remedy
             assert (caught.value.needed, caught.value.available) == (self.ROWS + 1, self.ROWS)
             data = client.upload(X)
             # The client sends such a batch in parts; one program is a part that is too large.
             assert client.evaluate(data, [LONG] * 300).shape == (len(X), 300)
             with pytest.raises(warpfit.ResourceExhaustedError) as caught:
-                client.evaluate(data, ["p1*x1"], [np.ones((400_000, 1))])
+                client.evaluate(data, ["p1*x1"], [np.ones((600_000, 1))])
             assert caught.value.reason == "MESSAGE_TOO_LARGE"
 
     def test_the_least_recently_used_data_set_goes_and_comes_back_unseen(self, server):

@@ -30,9 +30,11 @@ def long_loss(tokens):
 
 
 @pytest.fixture(scope="module")
-def lenient():
+def lenient(tmp_path_factory):
     """A server of one front end that allows long losses."""
-    flags = ("--max-loss-tokens", "20000", "--threads", "1", "--health-port", "0")
+    limits = tmp_path_factory.mktemp("lenient") / "tenants.toml"
+    limits.write_text("[default]\nloss_tokens = 20000\n")
+    flags = ("--tenants-file", str(limits), "--threads", "1", "--health-port", "0")
     with ServerProcess(*flags, "--front-ends", "1") as process:
         yield process
 

@@ -209,10 +209,7 @@ WRONG_SETTINGS = [
     (["--metrics-port", "70000"], "0 to 65535"),
     (["--health-port", "-1"], "0 to 65535"),
     (["--token-file", "open-to-all"], "chmod 600"),
-    (
-        ["--token-file", "x", "--metrics-port", "0", "--metrics-host", "0.0.0.0"],
-        "--expose-tenants",
-    ),
+    (["--token-file", "x", "--metrics-port", "0.0.0.0:0"], "--expose-tenants"),
     (["--tls-cert", "no-such.crt", "--tls-key", "no-such.key"], "cannot be used for TLS"),
     (["--token-file", "no-such-file"], "cannot be read"),
     (["--tenants-file", "no-such-file"], "cannot be used"),

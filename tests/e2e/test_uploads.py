@@ -98,7 +98,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reader(root: Path) -> Iterator[ServerProcess]:
-    with ServerProcess("--threads", "1", "--data-root", str(root), "--max-rows", "10000") as made:
+    limits = root.parent / "tenants.toml"
+    limits.write_text("[default]\nrows = 10000\n")
+    flags = ("--threads", "1", "--data-root", str(root), "--tenants-file", str(limits))
+    with ServerProcess(*flags) as made:
         yield made
 
 

@@ -17,7 +17,7 @@ from warpfit.cli.top import scrape
 @pytest.fixture(scope="module")
 def server(engine):
     ports = ("--health-port", "0", "--metrics-port", "0", "--front-ends", "2")
-    eager = ("--probe-seconds", "0.2", "--probe-timeout", "1", "--hang-seconds", "3")
+    eager = ("--hang-seconds", "5")
     with ServerProcess(*ports, *eager, devices="0") as process:
         yield process
 

@@ -21,10 +21,13 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- /* The variables of the server as YAML: those of the chart, and the settings, which win. A setting
 may be written "some-name" or some_name; the second form comes later and wins over a default. */}}
 {{- define "warpfit.environment" -}}
-{{- $all := dict "WARPFIT_HOST" "0.0.0.0" "WARPFIT_HEALTH_HOST" "0.0.0.0" "WARPFIT_METRICS_HOST" "0.0.0.0" -}}
+{{- $all := dict "WARPFIT_HOST" "0.0.0.0" -}}
+{{- /* Health checks and metrics come from where calls come from. */ -}}
+{{- $host := get .Values.settings "host" | default "0.0.0.0" -}}
+{{- if and (contains ":" $host) (not (contains "[" $host)) }}{{ $host = printf "[%s]" $host }}{{ end -}}
 {{- $_ := set $all "WARPFIT_PORT" (toString .Values.ports.grpc) -}}
-{{- $_ := set $all "WARPFIT_HEALTH_PORT" (toString .Values.ports.health) -}}
-{{- $_ := set $all "WARPFIT_METRICS_PORT" (toString .Values.ports.metrics) -}}
+{{- $_ := set $all "WARPFIT_HEALTH_PORT" (printf "%s:%v" $host .Values.ports.health) -}}
+{{- $_ := set $all "WARPFIT_METRICS_PORT" (printf "%s:%v" $host .Values.ports.metrics) -}}
 {{- $_ := set $all "WARPFIT_CACHE_DIR" "/var/cache/warpfit/code" -}}
 {{- $_ := set $all "WARPFIT_DEVICES" (ternary "all" "cpu" .Values.gpu.enabled) -}}
 {{- $_ := set $all "WARPFIT_LOG_FORMAT" "json" -}}

@@ -8,10 +8,10 @@ Every front end has a `Recorder`, which adds up the records of many calls at a t
 sends the increments since the last time to the main process, whose own recorder adds them up:
 increments need no files, and survive the process that sent them.
 
-OpenTelemetry traces of calls are made if ``--tracing`` asks for them (extra ``tracing``). A call
-becomes a span of kind server, a child of the caller's span if the metadata have a Trace Context;
-each stage of an answered call becomes a child of that. Spans are made after the call has ended,
-from the times that are measured anyway, so that they do not delay it.
+OpenTelemetry traces of calls are made if OTEL_TRACES_EXPORTER is ``otlp`` (extra ``tracing``). A
+call becomes a span of kind server, a child of the caller's span if the metadata have a Trace
+Context; each stage of an answered call becomes a child of that. Spans are made after the call has
+ended, from the times that are measured anyway, so that they do not delay it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from warpfit.errors import REQUEST_ID_KEY, UnavailableError
+from warpfit.errors import REQUEST_ID_KEY
 from warpfit.request import Timings
 from warpfit_server.observability.logs import LOGGED_REQUEST_ID, LogRateLimiter
 
@@ -315,23 +315,22 @@ class SpanTracer:
         self._provider.shutdown()
 
 
-def make_tracer(kind: str) -> SpanTracer | None:
-    """Make the tracer that ``--tracing`` asks for; the OTEL_* variables say where spans go.
+def make_tracer(environment: Mapping[str, str]) -> SpanTracer | None:
+    """Make the tracer that OTEL_TRACES_EXPORTER asks for; OTEL_* variables say where spans go.
 
-    Raises:
-        UnavailableError: if OpenTelemetry is not installed.
+    There is none, and the log says so, if OpenTelemetry is not installed: the variable may be meant
+    for another program.
     """
-    if kind == "none":
+    if "otlp" not in environment.get("OTEL_TRACES_EXPORTER", "").split(","):
         return None
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as error:
-        raise UnavailableError(
-            "--tracing needs OpenTelemetry", "NO_TRACING", "pip install '.[tracing]'"
-        ) from error
+    except ImportError:
+        _LOG.warning("no traces: OTEL_TRACES_EXPORTER needs pip install 'warpfit[tracing]'")
+        return None
     provider = TracerProvider(resource=Resource.create({"service.name": "warpfit"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return SpanTracer(provider)

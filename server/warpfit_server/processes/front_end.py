@@ -45,6 +45,7 @@ from warpfit_server.rpc.health import Health, HealthPort
 from warpfit_server.rpc.port import listen, make_server, server_credentials
 from warpfit_server.rpc.servicer import SERVICE_NAME, Servicer
 from warpfit_server.system.machine import keep_freed_memory, shorten_gil_switch_interval
+from warpfit_server.system.sockets import split_address
 from warpfit_server.tenancy.quotas import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit.front_end")
@@ -175,7 +176,7 @@ class FrontEndProcess:
             engine.may_poll = calls.may_poll
         servicer = Servicer(main, registry, self._router, suspects, calls.admission, pool, config)
         self._recorder = Recorder()
-        self._tracer = make_tracer(config.tracing)
+        self._tracer = make_tracer(os.environ)
         self._credentials = server_credentials(config)
         observer = Observer(self._recorder, self._tracer)
         handlers = calls.handlers(servicer.methods(), observer)
@@ -192,8 +193,9 @@ class FrontEndProcess:
             UnavailableError: if a port is taken.
         """
         listen(self._grpc, self._config, port, self._credentials)
-        if health_port >= 0:
-            self._health_port = HealthPort(self._health, self._config.health_host, health_port)
+        if self._config.health_port is not None:
+            host, _ = split_address(self._config.health_port)
+            self._health_port = HealthPort(self._health, host, health_port)
         self._grpc.start()
 
     def run(self, seed: int) -> None:

@@ -254,7 +254,7 @@ class HealthPort:
         try:
             self._server.add_insecure_port(join_address(host, port))
         except RuntimeError as error:
-            raise cannot_listen(host, port, "--health-port or --health-host") from error
+            raise cannot_listen(host, port, "--health-port") from error
         self._server.start()
 
     def stop(self) -> None:

@@ -65,6 +65,12 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of an address that `join_address` wrote."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 def cannot_listen(
     host: str, port: int, flag: str, error: Exception | None = None
 ) -> UnavailableError:

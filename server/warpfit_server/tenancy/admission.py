@@ -148,7 +148,6 @@ class Admission:
         self.message_bytes = limits.message_bytes
         """Bytes that gRPC may hold of a message before its length is known."""
         self._longest_work = int(_LARGEST_PART * queue)
-        self._server_rate = limits.rate
         self._server_quota = Amounts(limits.requests, pending, _UNLIMITED, limits.searches)
         self.most_bytes = min(self._tenant_quota.nbytes, pending)
         """Most bytes that a tenant may have in flight."""
@@ -156,18 +155,16 @@ class Admission:
         self._waiting = half
         """Most bytes of all calls of a tenant and of the server with which another one may wait."""
 
-    def check_rate(self, tenant: str, own: float) -> None:
-        """Count a call against the rates, of which ``own`` is the tenant's.
+    def check_rate(self, tenant: str, rate: float) -> None:
+        """Count a call against its tenant's rate; 0 for none.
 
         Raises:
             ResourceExhaustedError: if it comes too soon; says when it may come.
         """
-        server = self._server_rate
-        if not (own or server):
+        if not rate:
             return
-        delay = self.quotas.count_call(tenant, time.monotonic(), own, server)
+        delay = self.quotas.count_call(tenant, time.monotonic(), rate)
         if delay > 0:
-            rate = min(own or server, server or own)
             raise ResourceExhaustedError(
                 f"calls come faster than {rate:g} a second",
                 "RATE_LIMITED",

@@ -165,30 +165,21 @@ class QuotaTable:
     def _sum(self, start: int) -> int:
         return sum(self._words[start : start + self._processes])
 
-    def count_call(self, tenant: str, now: float, own_rate: float, server_rate: float) -> float:
-        """Count a call against the rates; return 0, or the seconds after which it may come again.
+    def count_call(self, tenant: str, now: float, rate: float) -> float:
+        """Count a call against a rate; return 0, or the seconds after which it may come again.
 
         An entry remembers the moment until which its calls have used its rate up; a call is allowed
         while that is less than a second ahead (the generic cell rate algorithm of ITU-T I.371).
-        Refused calls are asked back one after the other, as the rate allows. The rates are calls a
-        second of the tenant and of all, 0 for no limit; ``now`` is ``time.monotonic()``, which all
-        processes of a machine share.
+        Refused calls are asked back one after the other, as the rate allows. It is a number of
+        calls a second; ``now`` is ``time.monotonic()``, which all processes of a machine share.
         """
-        rates = ((self._offset(tenant), own_rate), (_SERVER, server_rate))
-        limited = [(offset, rate) for offset, rate in rates if rate > 0]
-        numbers = self._numbers
+        offset, numbers = self._offset(tenant), self._numbers
         with self._lock:
-            delays = []
-            for offset, rate in limited:
-                ahead = max(numbers[offset + _RATE_UNTIL], now) + 1 / rate - now
-                delays.append(ahead - max(1.0, 1.0 / rate) - 1e-9)
-            longest = max(delays, default=0.0)
-            if longest > 0:
-                offset, rate = limited[delays.index(longest)]
-                return self._retry_delay(offset, now, longest, 1 / rate)
-            for offset, rate in limited:
-                at = offset + _RATE_UNTIL
-                numbers[at] = max(numbers[at], now) + 1 / rate
+            until = max(numbers[offset + _RATE_UNTIL], now) + 1 / rate
+            delay = until - now - max(1.0, 1.0 / rate) - 1e-9
+            if delay > 0:
+                return self._retry_delay(offset, now, delay, 1 / rate)
+            numbers[offset + _RATE_UNTIL] = until
         return 0.0
 
     def retry_delay(self, now: float, first: float, step: float) -> float:

@@ -1,6 +1,6 @@
 """Tenants: on whose behalf a call comes, how their data sets are named, what each may use.
 
-A tenants file narrows the server's limits, for all tenants or for some::
+A tenants file sets limits, for all tenants or for some::
 
     [default]
     requests = 16
@@ -13,8 +13,10 @@ A tenants file narrows the server's limits, for all tenants or for some::
     [tenants.mallory]
     suspended = true
 
-The keys are the names of `warpfit.server_info.Limits`. A tenant with a section of its own has that
-section's limits, and the default's where it names none. The file is read again when it changes.
+The keys are the names of `warpfit.server_info.Limits`. The file narrows those that the server's
+settings or its memory bound (`BOUNDED`); of the others its number holds. A tenant with a section of
+its own has that section's limits, and the default's where it names none. The file is read again
+when it changes.
 """
 
 import hashlib
@@ -29,7 +31,7 @@ from typing import Any, Final
 
 from warpfit.errors import InvalidArgumentError, PermissionDeniedError
 from warpfit.server_info import Limits
-from warpfit_server.config import parse_bytes
+from warpfit_server.config import MOST_COUNT, parse_bytes
 from warpfit_server.system.file_watcher import WatchedFiles
 
 _LOG: Final = logging.getLogger("warpfit.tenants")
@@ -43,6 +45,10 @@ _SHARE, _RESIDENT_SHARE = 0.5, 0.75
 #: Tenants without a section whose limits are remembered, and keys of data sets.
 _MOST_REMEMBERED: Final = 1000
 _NAMES: Final = frozenset(limit.name for limit in fields(Limits))
+#: Limits of the whole server, which no tenant's may exceed.
+BOUNDED: Final = frozenset(
+    ("message_bytes", "dataset_bytes", "resident_bytes", "result_bytes", "requests", "searches")
+)
 
 
 @lru_cache(_MOST_REMEMBERED)
@@ -116,10 +122,7 @@ class TenantLimits:
         limits: dict[str, Any] = {**shared, "resident_bytes": resident}
         for name, value in {**sections.default.limits, **section.limits}.items():
             most = shared.get(name, getattr(self.server, name))
-            if name == "rate":  # 0 is no limit
-                limits[name] = min(value or most, most or value)
-            else:
-                limits[name] = min(int(value), most)
+            limits[name] = min(value, most) if name in BOUNDED else value
         return replace(self.server, **limits)
 
 
@@ -155,8 +158,8 @@ def _section(table: Any) -> _Section:
         number = parse_bytes(value) if isinstance(value, str) else value
         kinds = int | float if name == "rate" else int
         is_number = isinstance(number, kinds) and not isinstance(number, bool)
-        if not (is_number and 0 <= number < math.inf):
+        if not (is_number and 0 <= number <= MOST_COUNT):
             wanted = "a number" if name == "rate" else "a whole number"
-            raise ValueError(f"{name} is {value!r}, not {wanted} from 0")
+            raise ValueError(f"{name} is {value!r}, not {wanted} from 0 to {MOST_COUNT}")
         limits[name] = number
     return _Section(limits, suspended)

@@ -14,6 +14,7 @@ import argparse
 import json
 import multiprocessing
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ import grpc
 import psutil
 from harness import ServerProcess, precompile, save
 
-from support.load.fuzz import FLAGS, LAST_MOVES, Fuzzer, OpenCall, is_fine, outcomes
+from support.load.fuzz import FLAGS, LAST_MOVES, LIMITS, Fuzzer, OpenCall, is_fine, outcomes
 from support.servers.rpcs import OWN_CONNECTION, Caller
 from support.servers.server import eventually
 from warpfit_server.tenancy.quotas import Amounts
@@ -91,7 +92,9 @@ def watch(family: list[psutil.Process]) -> dict[str, Any]:
 
 def run(requests: int, seed: int, processes: int, threads: int) -> dict[str, Any]:
     """Fuzz a fresh server; return what was seen."""
-    flags = ("--threads", "2", "--front-ends", "1", *FLAGS)
+    limits = Path(tempfile.mkdtemp()) / "tenants.toml"
+    limits.write_text(LIMITS)
+    flags = ("--threads", "2", "--front-ends", "1", "--tenants-file", str(limits), *FLAGS)
     with ServerProcess(*flags, PYTHONFAULTHANDLER="1") as server:
         family = [psutil.Process(server.process.pid), server.engine()]
         done, out = _CONTEXT.Value("q", 0), _CONTEXT.Queue()

@@ -23,10 +23,7 @@ from support.servers.server import ServerProcess
 from warpfit.errors import DeadlineExceededError
 
 #: Faster than the defaults, so that a test does not wait.
-EAGER = (
-    *("--probe-seconds", "0.2", "--probe-timeout", "0.6", "--hang-seconds", "1.5"),
-    *("--stuck-seconds", "1", "--health-port", "0", "--metrics-port", "0"),
-)
+EAGER = ("--hang-seconds", "3", "--health-port", "0", "--metrics-port", "0")
 
 
 #: A constant that an engine with the fault ``harm`` dies of; the next number loses a connection.

@@ -29,12 +29,19 @@ DATASETS = [
 LAST_MOVES = ("half_close", "cancel", "silence")
 #: Seconds after which a call that nobody goes on with must have ended, on a machine of any load.
 PATIENCE = 30.0
-#: Flags that keep each request small, and the limits in the reach of some calls that stay open.
+#: Limits of a tenants file and flags that keep each request small, and the limits in the reach of
+#: some calls that stay open.
+LIMITS = """
+[default]
+tokens = 5000
+programs = 200
+vectors = 50
+program_tokens = 2000
+dataset_bytes = "1MiB"
+"""
 FLAGS = (
-    *("--max-result-bytes", "4MiB", "--max-tokens", "5000", "--max-programs", "200"),
-    *("--max-dataset-bytes", "1MiB", "--max-resident-bytes", "256KiB"),
-    *("--max-message-bytes", "4MiB", "--max-vectors", "50", "--max-program-tokens", "2000"),
-    *("--max-pending-bytes", "128MiB", "--max-requests", "24"),
+    *("--max-result-bytes", "4MiB", "--max-resident-bytes", "256KiB"),
+    *("--max-pending-bytes", "32MiB", "--max-requests", "24"),
 )
 _ODD = [0.0, -0.0, 1.0, -1.0, 0.5, 3.0, 1e300, -1e300, 5e-324, np.nan, np.inf, -np.inf, 2.0**53]
 _UNARY = [op.code for op in OPERATORS.values() if op.arity == 1]

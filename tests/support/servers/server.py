@@ -22,11 +22,18 @@ class ServerProcess:
     """``python -m warpfit_server`` on a free loopback port; a context manager."""
 
     def __init__(
-        self, *flags: str, devices: str = "cpu", log: Path | None = None, **environment: str
+        self,
+        *flags: str,
+        devices: str = "cpu",
+        log: Path | None = None,
+        files: int | None = None,
+        **environment: str,
     ) -> None:
         self._log = log.open("w") if log else None
+        limit = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh"] if files else []
+        command = [*limit, sys.executable, "-m", "warpfit_server", "--port", "0"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "warpfit_server", "--port", "0", "--devices", devices, *flags],
+            [*command, "--devices", devices, *flags],
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,

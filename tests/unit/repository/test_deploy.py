@@ -290,9 +290,11 @@ def test_the_server_knows_every_setting_of_the_chart(manifests):
 @pytest.mark.parametrize(
     ("changes", "name", "value"),
     [
-        ({"settings.max-rows": 123456789}, "MAX_ROWS", "123456789"),
-        ({"settings.max_rows": 10**15}, "MAX_ROWS", "1000000000000000"),
-        ({"settings.max-rate": 2.5}, "MAX_RATE", "2.5"),
+        ({"settings.max-requests": 123456789}, "MAX_REQUESTS", "123456789"),
+        ({"settings.max_requests": 10**15}, "MAX_REQUESTS", "1000000000000000"),
+        ({"settings.grace": 2.5}, "GRACE", "2.5"),
+        ({"settings.host": "::"}, "HEALTH_PORT", "[::]:50552"),
+        ({}, "METRICS_PORT", "0.0.0.0:9464"),
         ({"settings.devices": "0,1"}, "DEVICES", "0,1"),
         ({"settings.max_resident_bytes": "3GiB"}, "MAX_RESIDENT_BYTES", "3GiB"),
         ({"settings.expose-tenants": True}, "EXPOSE_TENANTS", "true"),
@@ -390,7 +392,7 @@ def test_compose():
         assert service["profiles"] == [profile]
         assert service["read_only"]
         check_environment(service["environment"])
-        assert service["environment"]["WARPFIT_METRICS_HOST"] == "0.0.0.0"  # for Prometheus
+        assert service["environment"]["WARPFIT_METRICS_PORT"] == "0.0.0.0:9464"  # for Prometheus
     for service in services.values():
         assert service["mem_limit"]
         assert service["pids_limit"] <= 4096

@@ -19,10 +19,10 @@ from warpfit_server.system.machine import available_memory
 
 
 def test_flags_win_over_variables_over_defaults():
-    environment = {"WARPFIT_PORT": "1", "WARPFIT_HOST": "::1", "WARPFIT_MAX_TOKENS": "17"}
+    environment = {"WARPFIT_PORT": "1", "WARPFIT_HOST": "::1", "WARPFIT_MAX_REQUESTS": "17"}
     config = Config.from_arguments(["--port", "2"], environment)
-    assert (config.port, config.host, config.max_tokens) == (2, "::1", 17)
-    assert config.limits().tokens == 17
+    assert (config.port, config.host, config.max_requests) == (2, "::1", 17)
+    assert config.limits().requests == 17
     assert Config.from_arguments([], {}) == Config()
 
 
@@ -69,7 +69,7 @@ def test_variables_of_clients_and_orchestrators_do_not_matter():
     assert Config.from_arguments([], environment) == Config()
 
 
-@pytest.mark.parametrize("name", ["max_resident_bytes", "max_pending_bytes", "idle_bytes"])
+@pytest.mark.parametrize("name", ["max_resident_bytes", "max_pending_bytes"])
 def test_limits_above_the_memory_are_refused(name):
     Config(**{name: available_memory()}).check_memory()
     with pytest.raises(InvalidArgumentError, match="GiB") as caught:
@@ -89,14 +89,18 @@ def test_json_keeps_every_setting():
         (["--devices", "cpu:65"], {}),
         ([], {"WARPFIT_DEVICES": "0,,1"}),
         ([], {"WARPFIT_PORT": "many"}),
-        *((["--chunk-bytes", text], {}) for text in ("1 furlong", "0", "-1", f"{10**20}GB")),
+        *((["--max-result-bytes", text], {}) for text in ("1 furlong", "-1", f"{10**20}GB")),
         (["--log-level", "loud"], {}),
         *((["--threads", text], {}) for text in ("0", "-1", "1.5", "nan", str(10**20))),
         *((["--grace", text], {}) for text in ("-0.1", "nan", "inf", "1e300", "soon")),
         *((["--port", text], {}) for text in ("-1", "65536", "1.0")),
         ([], {"WARPFIT_FRONT_ENDS": "-1"}),
         (["--parent", "-5"], {}),
-        (["--max-rate=-1"], {}),
+        (["--lease-seconds=-1"], {}),
+        (["--health-port", "localhost:"], {}),
+        (["--metrics-port", "::1"], {}),
+        (["--max-tokens", "5000"], {}),
+        ([], {"WARPFIT_PROBE_SECONDS": "1"}),
     ],
 )
 def test_wrong_settings_are_refused(arguments, environment, capsys):

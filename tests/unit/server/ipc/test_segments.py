@@ -140,4 +140,3 @@ def test_what_a_front_end_may_hold_fits_its_descriptors(monkeypatch, processes, 
     nbytes, segments = config.idle_pool
     assert nbytes * processes <= 128 << 20, "a sixteenth of the memory"
     assert config.connections + 2 * segments + limit / 4 < 0.85 * limit
-    assert Config(idle_bytes=7 << 20).idle_pool[0] * Config().processes <= 7 << 20

@@ -125,7 +125,7 @@ def test_a_taken_port_is_an_error(port):
 
 @pytest.mark.parametrize("host", ["nohost.invalid", "a b", "x" * 300, "a..b", "203.0.113.1"])
 def test_a_host_that_is_none_of_this_machine_is_an_error(host):
-    with pytest.raises(UnavailableError, match="--metrics-host"):
+    with pytest.raises(UnavailableError, match="--metrics-port"):
         MetricsPort(render, host, 0)
 
 

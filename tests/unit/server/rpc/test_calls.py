@@ -543,8 +543,10 @@ class TestSeveralRequests:
         eventually(lambda: front_end.quotas.in_flight() == Amounts(0, 0, 0))
         assert not front_end.calls.waiting
 
-    def test_a_request_that_is_refused_ends_the_call_after_its_answers(self, start):
-        front_end = start(echo, max_rate=1.0)
+    def test_a_request_that_is_refused_ends_the_call_after_its_answers(self, start, tmp_path):
+        limits = tmp_path / "tenants.toml"
+        limits.write_text("[default]\nrate = 1.0\n")
+        front_end = start(echo, tenants_file=str(limits))
         status, answers = outcome(front_end.call(b"1", b"2", b"3"))
         assert status == "RESOURCE_EXHAUSTED"
         assert answers == [b"1"]

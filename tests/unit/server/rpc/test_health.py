@@ -130,7 +130,7 @@ def test_draining_is_final(health):
 
 
 TENANTS = {"token_file": "tokens"}
-PUBLIC = {"metrics_port": 9464, "metrics_host": "0.0.0.0"}
+PUBLIC = {"metrics_port": "0.0.0.0:9464"}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
@@ -156,8 +156,9 @@ def test_half_configured_tls_is_refused(settings):
 
 
 def test_metrics_and_health_listen_on_loopback_by_default():
-    config = Config.from_arguments(["--host", "0.0.0.0", "--insecure"], {})
-    assert (config.metrics_host, config.health_host) == ("127.0.0.1", "127.0.0.1")
+    flags = ["--host", "0.0.0.0", "--insecure", "--metrics-port", "0", "--health-port=7"]
+    config = Config.from_arguments(flags, {})
+    assert (config.metrics_port, config.health_port) == ("127.0.0.1:0", "127.0.0.1:7")
 
 
 @pytest.mark.parametrize(
@@ -166,20 +167,20 @@ def test_metrics_and_health_listen_on_loopback_by_default():
         TENANTS | PUBLIC,
         {"tls_cert": "x", "tls_key": "x", "tls_client_ca": "x"} | PUBLIC,
         TENANTS | PUBLIC | {"insecure": True},
-        TENANTS | PUBLIC | {"metrics_host": "::"},
+        TENANTS | {"metrics_port": "[::]:9464"},
     ],
 )
 def test_metrics_that_name_tenants_need_consent_on_a_network(settings):
     with pytest.raises(InvalidArgumentError) as caught:
         Config(**settings).check_exposure()
     assert caught.value.reason == "TENANTS_EXPOSED"
-    assert "--metrics-host 127.0.0.1" in str(caught.value)
+    assert "--metrics-port 127.0.0.1:9464" in str(caught.value)
     Config(**settings, expose_tenants=True).check_exposure()
 
 
 @pytest.mark.parametrize(
     "settings",
-    [TENANTS, PUBLIC, TENANTS | {"metrics_host": "0.0.0.0"}, TENANTS | {"metrics_port": 9464}],
+    [TENANTS, PUBLIC, TENANTS | {"metrics_port": "127.0.0.1:9464"}],
 )
 def test_other_metrics_need_no_consent(settings):
     Config(**settings).check_exposure()

@@ -7,7 +7,7 @@ import pytest
 
 from warpfit.errors import UnavailableError
 from warpfit_server.config import Config
-from warpfit_server.system.sockets import cannot_listen, reserve_port
+from warpfit_server.system.sockets import cannot_listen, reserve_port, split_address
 
 
 def test_a_port_of_another_program_is_in_use():
@@ -39,9 +39,11 @@ def test_an_unknown_host_is_not_called_plain_text(host):
     assert caught.value.reason == "NO_SUCH_HOST"
 
 
-@pytest.mark.parametrize("setting", ["host", "health_host", "metrics_host"])
 @pytest.mark.parametrize("host", ["[::1]", "::1"])
-def test_brackets_of_an_address_do_not_matter(setting, host):
-    config = Config.from_arguments([f"--{setting.replace('_', '-')}", host], {})
-    assert getattr(config, setting) == "::1"
+def test_brackets_of_an_address_do_not_matter(host):
+    flags = ["--host", host, "--health-port", "[::1]:7", "--metrics-port", "[::1]:0"]
+    config = Config.from_arguments(flags, {})
+    assert config.host == "::1"
+    assert split_address(config.health_port) == ("::1", 7)
+    assert split_address(config.metrics_port) == ("::1", 0)
     config.check_exposure()

@@ -66,7 +66,7 @@ class TestPlaces:
     )
     def test_tenants_that_take_all_they_can_leave_some_to_others(self, take):
         """Calls in flight and messages that have not arrived, 64 each."""
-        settings = {"max_requests": 64, "max_message_bytes": 1 << 20, "max_pending_bytes": 64 << 20}
+        settings = {"max_requests": 64, "max_pending_bytes": 4 << 30}  # of 64 messages of 64 MiB
         admission = make_admission(shared=True, **settings)
         assert [count(take, admission, tenant) for tenant in "abcd"] == [32, 16, 8, 4]
         for _ in range(24):
@@ -77,7 +77,7 @@ class TestPlaces:
         assert [count(take, few, tenant) for tenant in "ab"] == [1, 1], "one call in any case"
 
     def test_a_message_counts_as_the_longest_until_its_length_is_known(self):
-        admission = make_admission(max_message_bytes=4 << 20, max_pending_bytes=12 << 20)
+        admission = make_admission(max_pending_bytes=12 << 20)
         for _ in range(3):
             admission.await_message("a")
         with pytest.raises(ResourceExhaustedError) as caught:
@@ -121,11 +121,11 @@ class TestPlaces:
         assert max(moments) < 2
 
     def test_calls_over_the_rate_are_refused(self):
-        admission = make_admission(max_rate=2.0)
+        admission = make_admission()
         for _ in range(2):
-            admission.check_rate("a", 0.0)
+            admission.check_rate("a", 2.0)
         with pytest.raises(ResourceExhaustedError) as caught:
-            admission.check_rate("a", 0.0)
+            admission.check_rate("a", 2.0)
         assert caught.value.reason == "RATE_LIMITED"
         assert 0 < caught.value.retry_after <= 0.5
 

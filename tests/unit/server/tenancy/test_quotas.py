@@ -2,6 +2,7 @@
 
 import os
 import threading
+from dataclasses import fields
 from multiprocessing import get_context
 
 import pytest
@@ -13,7 +14,7 @@ from warpfit.server_info import Limits
 from warpfit_server.system import file_watcher
 from warpfit_server.tenancy import quotas
 from warpfit_server.tenancy.quotas import Amounts, QuotaTable
-from warpfit_server.tenancy.tenants import ANONYMOUS, TenantLimits, key_of
+from warpfit_server.tenancy.tenants import ANONYMOUS, BOUNDED, TenantLimits, key_of
 
 ENOUGH = Amounts(100, 1 << 40, 1 << 60)
 ONE = Amounts(calls=1)
@@ -119,30 +120,26 @@ def _count(parent: QuotaTable, process: int) -> None:
 class TestRates:
     def test_processes_count_together(self, pair):
         now = 1000.0
-        delays = [pair[turn % 2].count_call("a", now, 10.0, 0.0) for turn in range(11)]
+        delays = [pair[turn % 2].count_call("a", now, 10.0) for turn in range(11)]
         assert delays[:10] == [0.0] * 10
         assert delays[10] == pytest.approx(0.1)
-        later = pair[0].count_call("a", now + 0.05, 10.0, 0.0)
+        later = pair[0].count_call("a", now + 0.05, 10.0)
         assert later == pytest.approx(0.15), "after the one that was refused first"
-        assert pair[1].count_call("a", now + 0.1, 10.0, 0.0) == 0.0
-        assert pair[1].count_call("b", now, 10.0, 0.0) == 0.0
-
-    def test_the_rate_of_the_server_bounds_all_tenants(self, pair):
-        assert pair[0].count_call("a", 5.0, 0.0, 1.0) == 0.0
-        assert pair[1].count_call("b", 5.0, 0.0, 1.0) == pytest.approx(1.0)
+        assert pair[1].count_call("a", now + 0.1, 10.0) == 0.0
+        assert pair[1].count_call("b", now, 10.0) == 0.0
 
     def test_a_rate_below_one_a_second_allows_no_burst(self, pair):
-        assert pair[0].count_call("c", 50.0, 0.25, 0.0) == 0.0
-        assert pair[0].count_call("c", 50.0, 0.25, 0.0) == pytest.approx(4.0)
+        assert pair[0].count_call("c", 50.0, 0.25) == 0.0
+        assert pair[0].count_call("c", 50.0, 0.25) == pytest.approx(4.0)
 
     def test_refused_calls_are_asked_back_one_after_the_other(self, pair):
         now = 1000.0
-        delays = [pair[turn % 2].count_call("a", now, 10.0, 0.0) for turn in range(40)][10:]
+        delays = [pair[turn % 2].count_call("a", now, 10.0) for turn in range(40)][10:]
         assert delays[:10] == pytest.approx([0.1 * turn for turn in range(1, 11)])
         assert max(delays) < 1.2, "no call has to wait for long"
         rounded = [round(delay, 6) for delay in delays]
         assert max(map(rounded.count, rounded)) <= 3, "not all retry at the same moment"
-        assert pair[0].count_call("b", now, 10.0, 0.0) == 0
+        assert pair[0].count_call("b", now, 10.0) == 0
 
     def test_retry_delays_begin_anew_after_a_second(self, pair):
         delays = [pair[turn % 2].retry_delay(50.0, 0.2, 0.3) for turn in range(6)]
@@ -155,7 +152,7 @@ class TestRates:
         now, taken = 100.0, []
         for gap in gaps:
             now += gap
-            if table.count_call("a", now, rate, 0.0) == 0:
+            if table.count_call("a", now, rate) == 0:
                 taken.append(now)
         table.close()
         assert taken, "the first call is always in time"
@@ -191,9 +188,13 @@ def test_sections_narrow_the_default_which_narrows_the_server(tenants):
         book.limits("b")
 
 
-def test_the_rate_of_the_server_bounds_every_tenant(tenants):
-    book = tenants("[tenants.a]\nrate = 500\n[tenants.b]\nrate = 2\n", Limits(rate=10.0))
-    assert [book.limits(name).rate for name in "abc"] == [10.0, 2.0, 10.0]
+@pytest.mark.parametrize("name", [limit.name for limit in fields(Limits)])
+def test_the_file_narrows_what_the_server_bounds_and_sets_the_rest(tenants, name):
+    server = tenants("").limits("a")  # its shares of the whole
+    for value in (1, 2**61):
+        found = getattr(tenants(f"[default]\n{name} = {value}\n").limits("a"), name)
+        most = Limits().resident_bytes if name == "resident_bytes" else getattr(server, name)
+        assert found == (min(value, most) if name in BOUNDED else value)
 
 
 def test_a_single_tenant_may_use_the_whole_server():
@@ -215,6 +216,7 @@ def test_a_single_tenant_may_use_the_whole_server():
         "[default]\nrate = nan\n",
         "[default]\nrate = inf\n",
         "[default]\nrequests = inf\n",
+        f"[default]\nrows = {2**63}\n",
         "[default]\nrequests = 0.5\n",
         f"a = {'[' * 5_000}",
         "nonsense",
