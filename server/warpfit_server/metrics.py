@@ -8,26 +8,26 @@ times as much.
 NVIDIA's management library (NVML) opens no CUDA context, so the main process may use it. Without
 the package ``nvidia-ml-py`` or without a driver there is nothing to report.
 
-Connecting to the port needs no credentials. So one thread serves all connections, with a limit of
-their number and of their time: prometheus_client's own server would give each of them a thread for
-as long as it stays. When there are too many connections, the oldest one is closed, because a scrape
-ends long before it would be the oldest.
+Connecting to the port needs no credentials, so the number of its connections is limited. When there
+are too many, the oldest one is closed, because a scrape ends long before it would be the oldest.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from http import HTTPStatus
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
+from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -36,7 +36,7 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.registry import Collector
 
 from warpfit.errors import UnavailableError
@@ -55,12 +55,8 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _Samples = float | Mapping[Any, float]
 _LOG: Final = logging.getLogger("warpfit.metrics")
 _MOST_CONNECTIONS: Final = 32
-#: Most bytes of the lines of a request.
-_MOST_BYTES: Final = 16 << 10
-#: Seconds within which a request must come and its answer be read.
+#: Seconds that a client may be silent.
 _SECONDS: Final = 5.0
-#: Returns type and content of the page for a request's ``Accept`` header.
-Render = Callable[[str], tuple[str, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +74,7 @@ class GpuUsage:
 
 
 def gpu_usages() -> list[GpuUsage]:
-    """Read the GPUs that this process may use (``CUDA_VISIBLE_DEVICES``), by one thread at a time.
+    """Read the GPUs that this process may use (``CUDA_VISIBLE_DEVICES``).
 
     There are none without NVML or when it fails.
     """
@@ -131,13 +127,6 @@ class ServerCollector(Collector):
 
     server: Server
     gpus: Callable[[], Sequence[GpuUsage]] = gpu_usages
-
-    def render(self, accept: str) -> tuple[str, bytes]:
-        """Return type and content of the page for a request's ``Accept`` header."""
-        encode, content_type = choose_encoder(accept)
-        registry = CollectorRegistry()
-        registry.register(self)
-        return content_type, encode(registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric family."""
@@ -229,96 +218,76 @@ _gauge = partial(_family, GaugeMetricFamily)
 _counter = partial(_family, CounterMetricFamily)
 
 
+class _MetricsServer(ThreadingMixIn, WSGIServer):
+    """Serves each connection in a thread of its own; a further one takes the oldest one's place."""
+
+    daemon_threads = True
+    request_queue_size = _MOST_CONNECTIONS
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        self._open: dict[Any, None] = {}
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        """Bind the port; the usual one asks a name server for the machine's name."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Make room for a connection, and serve it."""
+        self._open[request] = None
+        if len(self._open) > _MOST_CONNECTIONS:
+            with suppress(OSError, StopIteration):  # it has just ended
+                oldest = next(iter(self._open))
+                self._open.pop(oldest, None)
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log why a connection has ended."""
+        _LOG.debug("a client of the metrics port was too slow or has gone", exc_info=True)
+
+
+class _Handler(WSGIRequestHandler):
+    """Reads a request and writes its answer."""
+
+    timeout = _SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - as its base names it
+        """Log requests only if everything is."""
+        _LOG.debug(format, *args)
+
+
 class MetricsPort:
-    """Serves one page over HTTP, which the port's thread renders; port 0 takes a free one.
+    """Serves a collector's metrics over HTTP, as prometheus_client does; port 0 takes a free one.
 
     Raises:
         UnavailableError: if the port is taken, or the host is no address of this machine.
     """
 
-    def __init__(self, render: Render, host: str, port: int) -> None:
-        self._render = render
-        self._open: dict[asyncio.StreamWriter, None] = {}
-        self._loop = asyncio.new_event_loop()
+    def __init__(self, collector: Collector, host: str, port: int) -> None:
+        registry = CollectorRegistry()
+        registry.register(collector)
         try:
-            self._server = self._loop.run_until_complete(
-                asyncio.start_server(self._serve, host, port, limit=_MOST_BYTES)
-            )
+            self._server = _MetricsServer(host, port)
         except (OSError, UnicodeError) as error:  # UnicodeError of a host that cannot be a name
-            self._loop.close()
             raise UnavailableError(
                 f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}",
                 "PORT_IN_USE",
                 "Choose another --metrics-port",
             ) from error
-        self.port: Final = int(self._server.sockets[0].getsockname()[1])
-        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
-        self._thread.start()
+        self._server.set_app(make_wsgi_app(registry))
+        self.port: Final = int(self._server.server_port)
+        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
 
     def stop(self) -> None:
-        """Close the port and its connections."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-    def _run(self) -> None:
-        """Serve until the loop is stopped, and close what is open then."""
-
-        async def close() -> None:
-            self._server.close()
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-
-        self._loop.run_forever()
-        self._loop.run_until_complete(close())
-        self._loop.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open[writer] = None
-        if len(self._open) > _MOST_CONNECTIONS:
-            oldest = next(iter(self._open))
-            del self._open[oldest]
-            oldest.transport.abort()
-        try:
-            async with asyncio.timeout(_SECONDS):
-                request = await reader.readuntil(b"\r\n\r\n")
-                writer.write(_answer(request, self._render))
-                await writer.drain()
-                writer.close()
-                await writer.wait_closed()
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            _LOG.debug("a client of the metrics port was too slow, sent too much, or has gone")
-        finally:
-            self._open.pop(writer, None)
-            writer.transport.abort()
-
-
-def _answer(request: bytes, render: Render) -> bytes:
-    """Answer a connection's only HTTP request, given with the empty line at its end."""
-    first, *lines = request.decode("latin-1").split("\r\n")
-    method, _, rest = first.partition(" ")
-    path = rest.partition(" ")[0].partition("?")[0]
-    if path != "/metrics":
-        return _response(HTTPStatus.NOT_FOUND, "text/plain", b"the metrics are at /metrics\n")
-    if method not in ("GET", "HEAD"):
-        return _response(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"use GET\n")
-    headers = {name.lower(): value for name, _, value in (line.partition(":") for line in lines)}
-    try:
-        content_type, content = render(headers.get("accept", "").strip())
-    except Exception:
-        _LOG.exception("the metrics could not be collected")
-        return _response(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", b"see the log\n")
-    return _response(HTTPStatus.OK, content_type, content, has_body=method == "GET")
-
-
-def _response(
-    status: HTTPStatus, content_type: str, content: bytes, *, has_body: bool = True
-) -> bytes:
-    head = (
-        f"HTTP/1.1 {status.value} {status.phrase}\r\n"
-        f"Content-Type: {content_type}\r\n"
-        f"Content-Length: {len(content)}\r\n"
-        "Connection: close\r\n\r\n"
-    )
-    return head.encode("latin-1") + (content if has_body else b"")
+        """Close the port."""
+        self._server.shutdown()
+        self._server.server_close()

@@ -126,7 +126,7 @@ class Server:
                 from warpfit_server.metrics import MetricsPort, ServerCollector
 
                 host, port = split_address(config.metrics_port)
-                page = MetricsPort(ServerCollector(self).render, host, port)
+                page = MetricsPort(ServerCollector(self), host, port)
                 self._stack.callback(page.stop)
                 self._ports["metrics"] = join_address(host, page.port)
             self._front_ends.start(self.datasets)
