@@ -41,7 +41,16 @@ from warpfit.fitting import (
 from warpfit.ir import Batch, Program
 from warpfit.losses import Closing, LossFunction
 from warpfit.ops import FIRST_OPERATOR, OPERATORS
-from warpfit.request import OUTPUTS, Evaluation, Loss, Precision, Result, Tier, Timings
+from warpfit.request import (
+    FURTHER_OUTPUTS,
+    OUTPUTS,
+    Evaluation,
+    Loss,
+    Precision,
+    Result,
+    Tier,
+    Timings,
+)
 from warpfit.v1 import evaluator_pb2 as pb
 
 # ------------------------------------------------------------------------------------------ framing
@@ -734,7 +743,7 @@ def evaluation_to_bytes(evaluation: Evaluation, *, pieces: bool = False) -> byte
 
     The batch is framed by hand and appended, because protobuf would copy it three times more.
     """
-    outputs = {output: True for output in OUTPUTS if getattr(evaluation, output)}
+    outputs = {name: True for name in FURTHER_OUTPUTS if getattr(evaluation, name)}
     message = pb.EvaluateRequest(
         content_id=evaluation.dataset_id,
         precision=_PRECISIONS.codes[evaluation.precision],
@@ -822,12 +831,7 @@ def evaluation_from_message(
         values=message.values,
         tier=TIERS.member(message.tier, "tier"),
         custom_loss=custom_loss_of(message),
-        gradient=message.gradient,
-        jacobian=message.jacobian,
-        variable_gradient=message.variable_gradient,
-        reductions=message.reductions,
-        linear_scaling=message.linear_scaling,
-        correlation=message.correlation,
+        **{name: getattr(message, name) for name in FURTHER_OUTPUTS},
     )
 
 
@@ -838,21 +842,12 @@ def evaluation_from_bytes(data: bytes) -> Evaluation:
 
 # ------------------------------------------------------------------------------ answers of Evaluate
 
-#: Arrays of float64 in the last message, and the field of `Evaluation` that requests each.
-EXTRAS: Final[Mapping[str, str]] = {
-    "gradients": "gradient",
-    "variable_gradients": "variable_gradient",
-    "reductions": "reductions",
-    "scaling": "linear_scaling",
-    "correlations": "correlation",
-}
-
 #: Of an answer in pieces, other arrays come whole in the last message if each has no more bytes.
 _WHOLE_BYTES: Final = 64 << 10
 #: Fields in the data set's dtype, which come in pieces however short they are.
-_IN_PIECES: Final = ("values", "jacobian")
+_IN_PIECES: Final = tuple([output.name for output in OUTPUTS if output.is_of_data])
 #: Fields of an answer with an array each, in their order.
-ANSWER_ARRAYS: Final = (*_IN_PIECES, "losses", *EXTRAS)
+ANSWER_ARRAYS: Final = (*_IN_PIECES, *[each.name for each in OUTPUTS if not each.is_of_data])
 #: Their tags.
 _TAGS: Final = {
     name: bytes_tag(pb.EvaluateResponse.DESCRIPTOR.fields_by_name[name].number)
@@ -867,8 +862,8 @@ def is_whole(name: str, nbytes: int) -> bool:
 
 def is_short(evaluation: Evaluation, layout: Layout) -> bool:
     """Return whether the answer is better in one message than in pieces, as none of it is long."""
-    shapes = _shapes(evaluation, layout)
-    return sum(8 * math.prod(shape) for shape in shapes.values()) <= _WHOLE_BYTES
+    shapes = evaluation.outputs(layout).values()
+    return 8 * sum(map(math.prod, shapes)) <= _WHOLE_BYTES
 
 
 @lru_cache(1 << 10)  # the batches of a search have the same shape
@@ -907,7 +902,7 @@ def result_end(
     timings: Timings,
     arrays: Mapping[str, NDArray[np.float64] | memoryview] = MappingProxyType({}),
 ) -> bytes:
-    """Serialize the last message of an answer: timings, and losses [programs, K] and `EXTRAS`."""
+    """Serialize the last message of an answer: timings, and the arrays that come whole."""
     message = pb.EvaluateResponse()
     set_timings(message.timings, timings)
     for name, array in arrays.items():
@@ -955,7 +950,7 @@ def read_result(
     """
     matrices: dict[str, _Matrix] = {}
     last: dict[str, Any] = {}
-    shapes = _shapes(evaluation, layout)
+    shapes = {output.name: shape for output, shape in evaluation.outputs(layout).items()}
     names = dict.fromkeys(("values", *shapes))
     for message in messages:
         if message.HasField("header"):
@@ -992,30 +987,6 @@ def read_result(
         raise broken_answer("has no end")
     last |= {name: matrix.complete() for name, matrix in matrices.items()}
     return Result(**last)
-
-
-def _shapes(evaluation: Evaluation, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the arrays that were requested, by field."""
-    programs, vectors, rows = evaluation.shape(layout)
-    cells, parameters = (programs, vectors), len(evaluation.batch.parameters)
-    shapes: dict[str, tuple[int, ...]] = {}
-    if evaluation.values:
-        shapes["values"] = *cells, rows
-    if evaluation.jacobian:
-        shapes["jacobian"] = parameters, rows
-    if evaluation.loss_function is not None:
-        shapes["losses"] = cells
-    if evaluation.gradient:
-        shapes["gradients"] = (parameters,)
-    if evaluation.variable_gradient:
-        shapes["variable_gradients"] = *cells, layout.variables
-    if evaluation.reductions:
-        shapes["reductions"] = *cells, 5
-    if evaluation.linear_scaling:
-        shapes["scaling"] = *cells, 2
-    if evaluation.correlation:
-        shapes["correlations"] = cells
-    return shapes
 
 
 class _Matrix:
@@ -1113,7 +1084,7 @@ def fit_from_message(message: pb.OptimizeRequest, dataset_id: bytes | None = Non
         **bounds,
         **{name: getattr(message, name) for name in _SWITCHES},
     )
-    no_outputs: Any = dict.fromkeys(("values", *OUTPUTS), False)  # a fit returns none of them
+    no_outputs: Any = dict.fromkeys(("values", *FURTHER_OUTPUTS), False)  # a fit has others
     problem = replace(evaluation_from_message(message.problem, dataset_id), **no_outputs)
     if problem.loss_function is None:
         raise InvalidArgumentError(

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,6 @@ from warpfit.ops import ARITIES, CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER
 if TYPE_CHECKING:
     from warpfit.calls.arguments import FitOptions
     from warpfit.calls.dataset_handle import DatasetHandle
-    from warpfit.calls.results import Fit
     from warpfit.fitting import FitRequest, FitResult
     from warpfit.transport.call import Deadline
 
@@ -550,8 +549,20 @@ def _in_time(what: str, warnings: list[list[str]], options: FitOptions) -> Itera
             own.append(f"there was no time for {what}")
 
 
+class Refit(Protocol):
+    """What is read of the `warpfit.calls.results.Fit` of a further fit."""
+
+    @property
+    def loss(self) -> Floats:
+        """Losses, [expressions]."""
+
+    @property
+    def parameters(self) -> list[Floats]:
+        """Parameters of each expression."""
+
+
 def gather(
-    optimize: Callable[..., Fit],
+    optimize: Callable[..., Refit],
     data: DatasetHandle,
     request: FitRequest,
     result: FitResult,

@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from warpfit.errors import InvalidArgumentError, ProgramError, require
-from warpfit.expressions.language import to_latex, to_text
 from warpfit.expressions.real_numbers import (
     ParameterVectors,
     float_array,
@@ -37,6 +36,8 @@ from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIAB
 # -------------------------------------------------------------------------------------- one program
 
 T = TypeVar("T")
+#: Module that prints programs; it imports this one.
+_PRINTER: Final = "warpfit.expressions.language"
 
 
 class Program:
@@ -313,7 +314,8 @@ class Program:
             names: names of the variables; those beyond them become x_{1}, x_{2}, ....
 
         """
-        return to_latex(self, names)
+        text: str = import_module(_PRINTER).to_latex(self, names)
+        return text
 
     def sympy(self, names: Sequence[str] = ()) -> Any:
         """Return the program as a SymPy expression, which SymPy simplifies by its own rules.
@@ -332,14 +334,15 @@ class Program:
 
     def __str__(self) -> str:
         """Return the text that `warpfit.parse` reads back, over x1, x2, ... and p1, p2, ...."""
-        return to_text(self)
+        text: str = import_module(_PRINTER).to_text(self)
+        return text
 
     def __repr__(self) -> str:
         """Show the text form."""
         return f"Program({str(self)!r})"
 
     def _repr_latex_(self) -> str:
-        return f"${to_latex(self)}$"
+        return f"${self.latex()}$"
 
 
 def _token_arrays(
@@ -484,6 +487,7 @@ class Population(Sequence[Program]):
 
     def texts(self, names: Sequence[str] = ()) -> list[str]:
         """Return the text of each program, as `warpfit.expressions.language.to_text`."""
+        to_text = import_module(_PRINTER).to_text
         return [to_text(program, names) for program in self]
 
     def lift_constants(self) -> tuple[Population, list[NDArray[np.float64]]]:

@@ -43,11 +43,44 @@ class Tier(StrEnum):
     """Compiled; the call waits for its kernels."""
 
 
-#: Further outputs, which a caller, a message and an `Evaluation` ask for by the same names.
+@dataclass(frozen=True, slots=True, eq=False)
+class Output:
+    """An array that an evaluation may return: a row of the table of outputs."""
+
+    name: str
+    """Field of `Result`, of EvaluateResponse and of the segment between front end and engine."""
+    asked_by: str
+    """Attribute of `Evaluation` that asks for it."""
+    axes: tuple[str, ...]
+    """Shape in the memory order of the wire: sizes of an `Evaluation`, and numbers."""
+    rows: str
+    """``"all"`` rows of the range, or those that have a weight (``"weighted"``)."""
+    made_of: str = "engine"
+    """``"engine"``, which fills it, or ``"moments"``, of which
+    `warpfit_server.engine.evaluation.Finalizer` makes it."""
+    is_of_data: bool = False
+    """Whether it has the data set's dtype, not float64. Such arrays come in pieces."""
+
+
+#: Every output. Messages, segments, limits, the parts of an evaluation and results are made of it.
 OUTPUTS: Final = (
-    *("gradient", "jacobian", "variable_gradient"),
-    *("reductions", "linear_scaling", "correlation"),
+    Output("losses", "loss_function", ("programs", "vectors"), "weighted"),
+    Output("gradients", "gradient", ("parameters",), "weighted"),
+    Output(
+        "variable_gradients", "variable_gradient", ("programs", "vectors", "variables"), "weighted"
+    ),
+    Output("reductions", "reductions", ("programs", "vectors", "5"), "all"),
+    Output("scaling", "linear_scaling", ("programs", "vectors", "2"), "weighted", "moments"),
+    Output("correlations", "correlation", ("programs", "vectors"), "weighted", "moments"),
+    Output("values", "values", ("programs", "vectors", "rows"), "all", is_of_data=True),
+    Output("jacobian", "jacobian", ("parameters", "rows"), "all", is_of_data=True),
 )
+#: Names of further outputs beside values and losses, which a caller, a message and an `Evaluation`
+#: ask for by the same names.
+FURTHER_OUTPUTS: Final = tuple(
+    [output.asked_by for output in OUTPUTS if output.name not in ("values", "losses")]
+)
+_NUMBERS: Final = {str(number): number for number in range(10)}
 #: Most bytes of the arrays of an answer of one message, says the contract.
 MOST_WHOLE_BYTES: Final = 4_000_000
 
@@ -152,6 +185,23 @@ class Evaluation:
         """Return the shape of the value matrix in wire order: programs, K, rows."""
         rows = layout.rows if self.rows is None else self.rows[1] - self.rows[0]
         return len(self.batch), self.batch.vectors, rows
+
+    def outputs(self, layout: Layout) -> dict[Output, tuple[int, ...]]:
+        """Return the outputs that are asked for, with their shapes."""
+        programs, vectors, rows = self.shape(layout)
+        sizes = {
+            "programs": programs,
+            "vectors": vectors,
+            "rows": rows,
+            "variables": layout.variables,
+            "parameters": len(self.batch.parameters),
+            **_NUMBERS,
+        }
+        return {
+            output: tuple(map(sizes.__getitem__, output.axes))
+            for output in OUTPUTS
+            if getattr(self, output.asked_by)
+        }
 
     def token_rows(self, layout: Layout) -> int:
         """Return tokens x parameter vectors x rows, the measure of the work."""

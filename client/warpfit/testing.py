@@ -39,7 +39,7 @@ from warpfit.errors import (
 from warpfit.expressions import reference
 from warpfit.fitting import FitProgress
 from warpfit.ir import Batch, Program
-from warpfit.request import Evaluation, Timings
+from warpfit.request import OUTPUTS, Evaluation, Timings
 from warpfit.searching import Front, SearchProgress, SearchReason
 from warpfit.server_info import Device, Limits, ServerInfo
 from warpfit.transport.call import Request, UploadStream
@@ -159,7 +159,7 @@ class InProcessServer:
                 for piece in codec.array_pieces(name, payload, 0, self._chunk_bytes):
                     yield codec.answer_from_bytes(message)
                     message = piece
-        others = {name: getattr(result, name) for name in ("losses", *codec.EXTRAS)}
+        others = {each.name: getattr(result, each.name) for each in OUTPUTS if not each.is_of_data}
         present = {name: array for name, array in others.items() if array is not None}
         message += codec.result_end(Timings(), present)
         yield codec.answer_from_bytes(message)

@@ -4,6 +4,7 @@ Every check raises ResourceExhaustedError, which names the limit and what
 increases it, if anything does; of an answer that its caller cannot read, InvalidArgumentError.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -177,12 +178,10 @@ def check_result(
             needed=layout.variables,
             available=_DERIVED_VARIABLES,
         )
-    programs, vectors, rows = evaluation.shape(layout)
-    cells, parameters = programs * vectors, len(evaluation.batch.parameters)
-    numbers = evaluation.values * cells + evaluation.jacobian * parameters
-    variables = layout.variables * evaluation.variable_gradient
-    small = cells * (1 + 5 * evaluation.reductions + variables) + evaluation.gradient * parameters
-    needed = 8 * small + numbers * rows * layout.dtype.itemsize
+    needed = sum(
+        math.prod(shape) * (layout.dtype.itemsize if output.is_of_data else 8)
+        for output, shape in evaluation.outputs(layout).items()
+    )
     check_limit(limits, "result_bytes", needed)
     if needed > MOST_WHOLE_BYTES and not pieces:
         raise InvalidArgumentError(

@@ -26,7 +26,7 @@ from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry
@@ -48,7 +48,12 @@ from warpfit_server.observability.records import (
 )
 
 if TYPE_CHECKING:
-    from warpfit_server.server import Server
+    from warpfit_server.config import Config
+    from warpfit_server.data.dataset_store import DatasetStore
+    from warpfit_server.observability.records import Recorder
+    from warpfit_server.processes.engines import Engines
+    from warpfit_server.processes.watchdog import Readiness, Watchdog
+    from warpfit_server.tenancy.quotas import QuotaTable
 
 _PREFIX: Final = "warpfit_"
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
@@ -121,11 +126,26 @@ def _library() -> Any:
     return pynvml
 
 
+class Measured(Protocol):
+    """The parts of a `warpfit_server.server.Server` that have something to report."""
+
+    config: Config
+    recorder: Recorder
+    quotas: QuotaTable
+    engines: Engines
+    readiness: Readiness
+    watchdogs: list[Watchdog]
+    datasets: DatasetStore
+
+    def processes(self) -> dict[str, int]:
+        """Return the process ids by role."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ServerCollector(Collector):
     """Collects a server's metrics whenever Prometheus asks for them."""
 
-    server: Server
+    server: Measured
     gpus: Callable[[], Sequence[GpuUsage]] = gpu_usages
 
     def collect(self) -> Iterator[Metric]:

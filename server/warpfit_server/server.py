@@ -35,9 +35,9 @@ _STOPPED_SECONDS: Final = 2.0
 class Server:
     """A running server; a context manager within that of `prepare`, which yields ``prepared``.
 
-    ``port`` is the port that it listens on; `ServerCollector` reads the other fields. Once
-    ``is_stopping``, the server waits for no engine to start; once it ``is_hurried``, for no call to
-    finish.
+    ``port`` is the port that it listens on; `warpfit_server.metrics.Measured` names the fields that
+    metrics read. Once ``is_stopping``, the server waits for no engine to start; once it
+    ``is_hurried``, for no call to finish.
 
     Raises:
         InvalidArgumentError: if the settings would expose what they should not, or allow more

@@ -40,7 +40,7 @@ from warpfit.fitting import (
 from warpfit.frontends import as_population, expression_list
 from warpfit.ir import Batch, Population, Program
 from warpfit.losses import LossFunction, as_loss
-from warpfit.request import OUTPUTS, Evaluation, Loss, Precision, Tier
+from warpfit.request import FURTHER_OUTPUTS, Evaluation, Loss, Precision, Tier
 from warpfit.transport.call import CallingBack, Deadline, Progress, silent
 
 E = TypeVar("E", bound=StrEnum)
@@ -429,7 +429,7 @@ def build_evaluation(
     )
     given = options.get("loss")
     loss = None if given is None else as_loss(given)
-    outputs = {name: bool(options.get(name)) for name in OUTPUTS}
+    outputs = {name: bool(options.get(name)) for name in FURTHER_OUTPUTS}
     if values is None:
         values = loss is None and not any(outputs.values())
     evaluation = Evaluation(

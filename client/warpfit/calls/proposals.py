@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +49,8 @@ from warpfit.transport.call import CallingBack, Progress, silent
 
 if TYPE_CHECKING:
     from warpfit.calls.results import Answer, Fit
-    from warpfit.client import Client
+    from warpfit.server_info import ServerInfo
+
 
 #: Most skeletons of a call, characters of one, and parameters, of which servers take no more.
 MOST_SKELETONS: Final = 10_000
@@ -61,6 +62,22 @@ _TOGETHER: Final = 256
 _FITTED_TIME: Final = 0.8
 #: Most skeletons that a client remembers.
 _MOST_REMEMBERED: Final = 100_000
+
+
+class Calling(Protocol):
+    """The calls that proposals are made of; `warpfit.Client` has their arguments."""
+
+    @property
+    def info(self) -> Callable[..., ServerInfo]:
+        """Return what the server is and allows."""
+
+    @property
+    def run(self) -> Callable[..., Answer]:
+        """Evaluate programs."""
+
+    @property
+    def optimize(self) -> Callable[..., Fit]:
+        """Fit programs."""
 
 
 class ProposeOptions(TypedDict, total=False):
@@ -298,7 +315,7 @@ _NO_TARGET: Final = "holds NaN, infinity or numbers whose squares overflow, or n
 class ProposeTask:
     """One call of `propose`: checks first, then the calls of a client, then the answers."""
 
-    def __init__(self, client: Client, data: DatasetHandle, options: ProposeOptions) -> None:
+    def __init__(self, client: Calling, data: DatasetHandle, options: ProposeOptions) -> None:
         """Check the arguments; errors as of `warpfit.Client.propose`."""
         self._client, self._data, self._options = client, checked_handle(data), options
         self._deadline = deadline_of(options.get("timeout"))

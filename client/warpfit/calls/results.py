@@ -23,7 +23,7 @@ from warpfit.expressions.reference import differentiate
 from warpfit.fitting import REASONS, FitRequest, FitResult, Reason
 from warpfit.ir import Batch, Program
 from warpfit.losses import coefficients_of_determination
-from warpfit.request import Result, Timings
+from warpfit.request import OUTPUTS, Result, Timings
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -83,28 +83,25 @@ class Answer(Shown):
     def of(cls, result: Result, batch: Batch, *, leading_axis: bool) -> Answer:
         """Return views of a result, which is in the memory order of the wire."""
 
-        def shaped(array: NDArray[Any] | None, *axes: int) -> Any:
-            if array is None:
-                return None
+        def shaped(array: NDArray[Any], *axes: int) -> Any:
             turned = array.transpose(*axes) if axes else array.swapaxes(0, 1)
             return turned if leading_axis else turned[0]
 
-        scaling, reductions = shaped(result.scaling), shaped(result.reductions)
-        if reductions is not None:
+        found: dict[str, Any] = {
+            each.name: _by_program(array, batch, leading_axis=leading_axis)
+            if each.axes[0] == "parameters"
+            else shaped(array, *((1, 2, 0) if each.name == "values" else ()))
+            for each in OUTPUTS
+            if (array := getattr(result, each.name)) is not None
+        }
+        if (scaling := found.pop("scaling", None)) is not None:
+            found["slopes"], found["intercepts"] = scaling[..., 0], scaling[..., 1]
+        if (reductions := found.get("reductions")) is not None:
             total, mean, least, most, odd = np.moveaxis(reductions, -1, 0)
-            reductions = Reductions(total, mean, least, most, odd.astype(np.int64))
-        return cls(
-            shaped(result.values, 1, 2, 0),
-            shaped(result.losses),
-            result.timings,
-            gradients=_by_program(result.gradients, batch, leading_axis=leading_axis),
-            slopes=None if scaling is None else scaling[..., 0],
-            intercepts=None if scaling is None else scaling[..., 1],
-            jacobians=_by_program(result.jacobian, batch, leading_axis=leading_axis),
-            variable_gradients=shaped(result.variable_gradients),
-            reductions=reductions,
-            correlations=shaped(result.correlations),
-        )
+            found["reductions"] = Reductions(total, mean, least, most, odd.astype(np.int64))
+        if "jacobian" in found:
+            found["jacobians"] = found.pop("jacobian")
+        return cls(**{"values": None, "losses": None} | found, timings=result.timings)
 
     def _table(self) -> TextTable:
         rows = []

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError, WarpfitError
 from warpfit.fitting import FitRequest, FitResult
-from warpfit.request import OUTPUTS, STAGES, Evaluation, Result
+from warpfit.request import FURTHER_OUTPUTS, STAGES, Evaluation, Result
 
 R = TypeVar("R", Evaluation, FitRequest)
 S = TypeVar("S", Result, FitResult)
@@ -158,7 +158,7 @@ def _weights(request: Evaluation | FitRequest) -> NDArray[np.float64]:
 def _kind(request: Evaluation | FitRequest, layout: Layout) -> tuple[Any, ...]:
     """Return the options of a request that decide, beside its programs, how much work it is."""
     problem = problem_of(request)
-    outputs = (getattr(problem, name) for name in ("values", *OUTPUTS))
+    outputs = (getattr(problem, name) for name in ("values", *FURTHER_OUTPUTS))
     _, vectors, rows = problem.shape(layout)
     starts = request.starts if isinstance(request, FitRequest) else vectors
     return type(request), starts, rows, layout.variables, *outputs

@@ -12,7 +12,7 @@ import copy
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,7 @@ from warpfit.losses import as_function, as_loss
 from warpfit.ops import CONSTANT, VARIABLE
 
 if TYPE_CHECKING:
-    from warpfit.calls.arguments import Rows
     from warpfit.calls.dataset_handle import DatasetHandle
-    from warpfit.client import Client
     from warpfit.losses import Loss, LossFunction
 
 #: Names of primitives beside the operators' own names and aliases.
@@ -40,6 +38,18 @@ PRIMITIVES: Final[Mapping[str, str]] = {
 _AMBIGUOUS: Final = frozenset({"protected_div", "protected_division", "safe_div", "safeDiv"})
 _MODULES: Final = frozenset({"operator", "_operator", "math", "numpy"})
 _ARGUMENT: Final = re.compile(r"ARG([0-9]+)")
+
+
+class Evaluating(Protocol):
+    """A client that evaluates, such as `warpfit.Client`."""
+
+    @property
+    def evaluate(self) -> Callable[..., Any]:
+        """Return the losses of expressions."""
+
+    @property
+    def optimize(self) -> Callable[..., Any]:
+        """Fit expressions."""
 
 
 def from_deap(
@@ -91,13 +101,13 @@ class Evaluator:
 
     def __init__(
         self,
-        client: Client,
+        client: Evaluating,
         data: DatasetHandle,
         pset: Any = None,
         *,
         loss: Loss | LossFunction | str = "mse",
         fit_iterations: int = 0,
-        rows: Rows = None,
+        rows: slice | tuple[int, int] | None = None,
         operators: Mapping[str, str] | None = None,
     ) -> None:
         """Score on ``data``.
@@ -177,7 +187,8 @@ class Evaluator:
             # Parents and children share their nodes.
             tree[place] = copy.copy(tree[place])
             tree[place].value = value
-        return fit.loss
+        losses: NDArray[np.float64] = fit.loss
+        return losses
 
 
 class _Converter:

@@ -31,11 +31,10 @@ from warpfit.expressions.reference import evaluate_program
 from warpfit.ir import Program
 from warpfit.losses import Loss, LossFunction, as_function, as_loss
 from warpfit.sklearn.equations import Equation, selected
-from warpfit.sklearn.estimator import Floats, TrainingData
+from warpfit.sklearn.estimator import Floats, FormulaRegressor, TrainingData
 
 if TYPE_CHECKING:
     from warpfit.client import Client
-    from warpfit.sklearn.regressor import SymbolicRegressor
 
 #: Least number of rows of both halves together.
 _LEAST_ROWS: Final = 20
@@ -73,7 +72,7 @@ class Chance:
 
 
 def chance_of(
-    model: SymbolicRegressor,
+    model: FormulaRegressor,
     training: TrainingData,
     names: Sequence[str],
     n: int,
@@ -103,7 +102,7 @@ def chance_of(
             f"Give at least {_LEAST_ROWS}",
             "X",
         )
-    loss = _loss_of_differences(model.loss)
+    loss = _loss_of_differences(model.get_params()["loss"])
     rng = np.random.default_rng(seed)
     first, second = np.array_split(rng.permutation(rows), 2)
     search = clone(model).set_params(checkpoint=None, callback=None, verbose=False)

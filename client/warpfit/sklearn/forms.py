@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from warpfit.formulas.snapping import lift
 from warpfit.ir import Batch, Program
 from warpfit.losses import Loss, LossFunction, as_function
 from warpfit.sklearn.genomes import GLUE, Floats, Genomes, Mask
-
-if TYPE_CHECKING:
-    from warpfit.sklearn.search import Search
 
 #: Formulas, their losses, slopes and intercepts, and which of them a fit would not change.
 Scores: TypeAlias = tuple[Genomes, Floats, Floats, Floats, Mask]
@@ -63,7 +60,7 @@ class Form:
     is_template: bool = False
     """Whether the outer form is given, so that no constant is one of the formulas."""
 
-    def scored(self, search: Search, genomes: Genomes) -> Scores:
+    def scored(self, search: Any, genomes: Genomes) -> Scores:
         """Find the slope and the intercept of every formula, by least squares, and its loss."""
         losses, slopes, intercepts = search.client.evaluate(
             search.proposals or search.sample,

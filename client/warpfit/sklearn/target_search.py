@@ -9,12 +9,12 @@ import sys
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -49,9 +49,6 @@ from warpfit.sklearn.search import INTERRUPTIONS, reason_of
 from warpfit.sklearn.search_task import Found, SearchTask
 from warpfit.sklearn.selection import FEWEST_DIVIDED, Selection
 from warpfit.sklearn.templates import TemplateForm
-
-if TYPE_CHECKING:
-    from warpfit.sklearn.regressor import SymbolicRegressor
 
 #: Seconds between lines of progress on a terminal, and elsewhere; and between checkpoints.
 _LINE_SECONDS: Final = (0.3, 5.0)
@@ -244,11 +241,38 @@ _GROUP_ROWS: Final = 10
 _Found: TypeAlias = dict[Program, list[float]]
 
 
+class SearchOptions(Protocol):
+    """The settings that a search reads; see `warpfit.sklearn.SymbolicRegressor`."""
+
+    loss: Any
+    model_selection: str
+    population: int | None
+    generations: int
+    max_size: int | None
+    operators: Sequence[str]
+    constraints: Mapping[str, Any] | None
+    dimensionless_constants: bool
+    fit_iterations: int
+    sample_rows: int
+    held_out: float
+    frequency_weights: bool
+    simplify: bool
+    snap: Any
+    digits: int | None
+    tolerance: float
+    early_stopping: int | None
+
+    def rules(
+        self, form: Form, training: TrainingData, names: Sequence[str], guesses: Genomes
+    ) -> FormulaRules:
+        """Return the rules for each formula."""
+
+
 @dataclass
 class TargetSearch:
     """The search for the equations of one target."""
 
-    options: SymbolicRegressor
+    options: SearchOptions
     client: Client
     training: TrainingData
     rng: np.random.Generator

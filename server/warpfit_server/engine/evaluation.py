@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,7 +27,7 @@ from warpfit.dataset import Dataset
 from warpfit.errors import DatasetNotFoundError
 from warpfit.ir import Program
 from warpfit.losses import Closing, TargetStatistics, close_gradients, close_losses
-from warpfit.request import STAGES, Evaluation, Timings
+from warpfit.request import OUTPUTS, STAGES, Evaluation, Timings
 from warpfit_server.engine.interface import (
     MOMENTS,
     Engine,
@@ -41,9 +41,18 @@ from warpfit_server.engine.interface import (
 
 Floats = NDArray[np.float64]
 #: Outputs with a number for each row, or statistics of the values of all rows.
-_OF_ALL_ROWS: Final = ("values", "jacobian", "reductions")
-#: Outputs that are sums over the rows that have a weight.
-_OF_WEIGHTED_ROWS: Final = ("losses", "gradients", "variable_gradients", "moments")
+_OF_ALL_ROWS: Final = tuple([output.name for output in OUTPUTS if output.rows == "all"])
+#: Outputs of engines that are sums over the rows that have a weight.
+_OF_WEIGHTED_ROWS: Final = (
+    *[each.name for each in OUTPUTS if each.rows == "weighted" and each.made_of == "engine"],
+    "moments",
+)
+#: Options of the outputs over rows that have a weight, when none is asked for, and of the others.
+_NO_SUMS: Final[Mapping[str, Any]] = {
+    **{e.asked_by: False for e in OUTPUTS if e.rows == "weighted" and e.name != "losses"},
+    **dict.fromkeys(("loss", "custom_loss")),
+}
+_NO_ROWS: Final[Mapping[str, Any]] = {e.asked_by: False for e in OUTPUTS if e.rows == "all"}
 #: Row ranges of a data set whose statistics are kept.
 _KEPT_RANGES: Final = 256
 #: Mean square below which squares of float64 have lost digits, because they are multiples of
@@ -156,27 +165,22 @@ class LoadedDatasets:
             return (yield from self._engine.evaluate(evaluation, outputs))
         timings = Timings()
         if any(getattr(outputs, name) is not None for name in _OF_ALL_ROWS):
-            of_rows = replace(
-                evaluation, loss=None, custom_loss=None, gradient=False, variable_gradient=False,
-                linear_scaling=False, correlation=False,
-            )  # fmt: skip
-            given = replace(
-                outputs, losses=None, gradients=None, variable_gradients=None, moments=None
-            )
+            of_rows = replace(evaluation, **_NO_SUMS)
+            nothing: dict[str, Any] = dict.fromkeys(_OF_WEIGHTED_ROWS)
+            given = replace(outputs, **nothing)
             timings = yield from self._engine.evaluate(of_rows, given)
         sums = {name: getattr(outputs, name) for name in _OF_WEIGHTED_ROWS}
         if all(array is None for array in sums.values()):
             return timings
-        of_sums = replace(evaluation, values=False, jacobian=False, reductions=False)
+        of_sums = replace(evaluation, **_NO_ROWS)
         restricted = weighted.restrict(of_sums, whole)
         if restricted is None:
             for array in sums.values():
                 if array is not None:
                     array[...] = 0.0
             return timings
-        given = replace(
-            outputs, values=None, jacobian=None, reductions=None, ready=lambda programs: None
-        )
+        nothing = dict.fromkeys(_OF_ALL_ROWS)
+        given = replace(outputs, ready=lambda programs: None, **nothing)
         found = yield from self._engine.evaluate(restricted, given)
         both = {name: getattr(timings, name) + getattr(found, name) for name in STAGES}
         return replace(found, **both)

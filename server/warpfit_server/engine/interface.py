@@ -20,7 +20,6 @@ from warpfit.server_info import Device
 from warpfit_server.ipc.segments import Segment
 
 if TYPE_CHECKING:
-    from warpfit_server.engine.evaluation import LoadedDatasets
     from warpfit_server.engine.fit.searches import Searches, SearchLimits
 
 Result = TypeVar("Result")
@@ -211,6 +210,31 @@ class Outputs:
     NaN in any row makes the first four NaN. None if not requested."""
     moments: NDArray[np.float64] | None = None
     """`Moments` of each program and vector, [programs, K, MOMENTS]; None if not requested."""
+
+
+class Passes(Protocol):
+    """What a search has of the data sets of its engine; `LoadedDatasets` has the signatures."""
+
+    def whole(self, key: bytes) -> Dataset:
+        """Return a data set with all rows; raise DatasetNotFoundError if it is not loaded."""
+
+    def load(self, dataset: Dataset) -> None:
+        """Load a data set."""
+
+    def unload(self, key: bytes) -> None:
+        """Forget a data set."""
+
+    @property
+    def evaluate(self) -> Callable[[Evaluation, Outputs], Steps[Timings]]:
+        """Evaluate a batch."""
+
+    @property
+    def linearise(self) -> Callable[..., Steps[Linearisation]]:
+        """Linearise a batch."""
+
+    @property
+    def small_fits(self) -> Callable[..., Steps[SmallFits | None]]:
+        """Prepare to run searches of a fit."""
 
 
 class Selection(NamedTuple):
@@ -434,7 +458,7 @@ class Engine(Protocol):
     def search(
         self,
         request: SearchRequest,
-        datasets: LoadedDatasets,
+        datasets: Passes,
         *,
         cancelled: NDArray[np.uint8],
         report: Callable[[SearchProgress], None],

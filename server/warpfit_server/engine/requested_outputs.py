@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, LossFunction
-from warpfit.request import Evaluation
+from warpfit.request import OUTPUTS, Evaluation
 from warpfit_server.engine import autodiff
 from warpfit_server.engine.interface import Linearisation, Outputs
 
@@ -41,7 +41,9 @@ class RequestedOutputs(Outputs):
     def of_programs(self, programs: slice, parameter_starts: NDArray[np.int64]) -> RequestedOutputs:
         """Return the outputs of a range of programs; `Batch.parameter_starts` are of all."""
         start, stop = parameter_starts[programs.start], parameter_starts[programs.stop]
-        of_parameters = {"gradients": slice(start, stop), "jacobian": slice(start, stop)}
+        of_parameters = {
+            output.name: slice(start, stop) for output in OUTPUTS if output.axes[0] == "parameters"
+        }
         arrays: dict[str, Any] = {
             each.name: array[of_parameters.get(each.name, programs)]
             for each in fields(self)

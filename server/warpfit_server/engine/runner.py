@@ -26,7 +26,7 @@ from warpfit.dataset import Layout
 from warpfit.errors import DatasetNotFoundError, ProgramError
 from warpfit.fitting import FitProgress, FitRequest, FitSettings
 from warpfit.ir import Batch, Program
-from warpfit.request import STAGES, Evaluation, Timings
+from warpfit.request import OUTPUTS, STAGES, Evaluation, Timings
 from warpfit.searching import SearchProgress, SearchRequest
 from warpfit_server.engine.evaluation import Finalizer, LoadedDatasets, reduce_to_sums
 from warpfit_server.engine.interface import (
@@ -47,11 +47,9 @@ _PROGRESS_SECONDS: Final = 0.1
 #: Least seconds between two progress messages of a search, and of a search that has a deadline.
 _SEARCH_PROGRESS_SECONDS, _LEAST_SEARCH_SECONDS = 0.5, 0.001
 #: Results that are arrays of an engine's outputs.
-_OUTPUTS: Final = (
-    *("values", "losses", "gradients", "jacobian", "variable_gradients", "reductions"),
-)
+_OUTPUTS: Final = tuple([output.name for output in OUTPUTS if output.made_of == "engine"])
 #: Results that are made of moments, which are no outputs of an engine.
-_SCALED: Final = frozenset({"scaling", "correlations"})
+_SCALED: Final = frozenset({output.name for output in OUTPUTS if output.made_of == "moments"})
 #: Numbers of a part of an evaluation, unless one program with one vector has more: sums, results
 #: other than values, and tokens.
 MOST_NUMBERS: Final = 1 << 20
@@ -65,7 +63,9 @@ _OF_A_CELL: Final = 16
 _BATCH_ARRAYS: Final = ("codes", "values", "lengths", "parameter_counts", "parameters")
 _COPIED_AT_ONCE: Final = 1 << 18
 #: Outputs that have the numbers of `Batch.parameters` on their first axis, not the programs.
-_BY_PARAMETERS: Final = ("gradients", "jacobian")
+_BY_PARAMETERS: Final = frozenset(
+    {output.name for output in OUTPUTS if output.axes[0] == "parameters"}
+)
 
 
 class RequestRunner:

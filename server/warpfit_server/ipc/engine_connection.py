@@ -32,7 +32,7 @@ from warpfit.dataset import Layout
 from warpfit.errors import CancelledError, UnavailableError, WarpfitError
 from warpfit.fitting import FitProgress, FitRequest, FitSettings
 from warpfit.ir import Batch, Program
-from warpfit.request import OUTPUTS, Evaluation, Tier, Timings
+from warpfit.request import FURTHER_OUTPUTS, Evaluation, Tier, Timings
 from warpfit.searching import SearchRequest
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.messages import Channel, ChannelClosedError, Message
@@ -182,6 +182,8 @@ class ReplyDispatcher:
 # ---------------------------------------------------------------------------------------- a request
 
 _LOG: Final = logging.getLogger("warpfit.requests")
+#: Outputs that a boolean of an evaluation asks for.
+_SWITCHES: Final = ("values", *FURTHER_OUTPUTS)
 #: What is put into a request's queue when its call has ended, and when the engine is gone.
 _ENDED: Final = object()
 LOST: Final = object()
@@ -334,7 +336,7 @@ class InFlightRequest:
             tier=evaluation.tier._name_,
             submitted=self._submitted,
             closing=None if custom is None else custom.closing.name,
-            outputs=tuple([name for name in ("values", *OUTPUTS) if getattr(evaluation, name)]),
+            outputs=tuple([name for name in _SWITCHES if getattr(evaluation, name)]),
             tenant=self.tenant,
             request_id=LOGGED_REQUEST_ID.get(),
             alone=self.alone,

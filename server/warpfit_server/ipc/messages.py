@@ -140,7 +140,7 @@ class SubmitEvaluation(NamedTuple):
     closing: str | None = None
     """Closing of a custom loss, whose tokens are in the segment; None without one."""
     outputs: tuple[str, ...] = ()
-    """Names of the requested ones of values and `warpfit.request.OUTPUTS`."""
+    """Names of the requested ones of values and `warpfit.request.FURTHER_OUTPUTS`."""
     tenant: str = ""
     """The caller's tenant; the engine shares its time fairly among tenants."""
     request_id: str = ""

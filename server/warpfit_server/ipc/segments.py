@@ -507,20 +507,11 @@ def _placed(arrays: Iterable[_Array]) -> tuple[dict[str, tuple[str, tuple[int, .
 
 
 def _evaluation_results(evaluation: Evaluation, layout: Layout) -> list[_Array]:
-    programs, vectors, rows = evaluation.shape(layout)
-    cells, parameters = (programs, vectors), len(evaluation.batch.parameters)
     dtype = layout.dtype.str
-    outputs: tuple[tuple[bool, str, str, tuple[int, ...]], ...] = (
-        (evaluation.loss_function is not None, "losses", "<f8", cells),
-        (evaluation.gradient, "gradients", "<f8", (parameters,)),
-        (evaluation.variable_gradient, "variable_gradients", "<f8", (*cells, layout.variables)),
-        (evaluation.reductions, "reductions", "<f8", (*cells, 5)),
-        (evaluation.linear_scaling, "scaling", "<f8", (*cells, 2)),
-        (evaluation.correlation, "correlations", "<f8", cells),
-        (evaluation.values, "values", dtype, (*cells, rows)),
-        (evaluation.jacobian, "jacobian", dtype, (parameters, rows)),
-    )
-    return [(name, type_, shape) for is_wanted, name, type_, shape in outputs if is_wanted]
+    return [
+        (output.name, dtype if output.is_of_data else "<f8", shape)
+        for output, shape in evaluation.outputs(layout).items()
+    ]
 
 
 def _fit_arrays(request: FitRequest) -> list[_Array]:

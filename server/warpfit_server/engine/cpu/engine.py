@@ -51,8 +51,7 @@ from warpfit_server.engine.cpu.interpreter import (
     span_level,
     weights_of,
 )
-from warpfit_server.engine.evaluation import LoadedDatasets
-from warpfit_server.engine.interface import Arithmetic
+from warpfit_server.engine.interface import Arithmetic, Passes
 from warpfit_server.engine.lowering import Lowered, are_valid, check_tokens, lower_chunk
 from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.native.compile_processes import BACKGROUND, NICE
@@ -226,7 +225,7 @@ class CpuEngine:
     def search(
         self,
         request: SearchRequest,
-        datasets: LoadedDatasets,
+        datasets: Passes,
         *,
         cancelled: NDArray[np.uint8],
         report: Callable[[SearchProgress], None],

@@ -46,12 +46,12 @@ from warpfit_server.engine.cuda.runtime.device import (
     PageLocks,
 )
 from warpfit_server.engine.cuda.tier_chooser import Decision, TierChooser, WorkKind
-from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import (
     Arithmetic,
     EngineBrokenError,
     Linearisation,
     Outputs,
+    Passes,
     Selection,
     SmallFits,
     Steps,
@@ -248,7 +248,7 @@ class CudaEngine:
     def search(
         self,
         request: SearchRequest,
-        datasets: LoadedDatasets,
+        datasets: Passes,
         *,
         cancelled: NDArray[np.uint8],
         report: Callable[[SearchProgress], None],

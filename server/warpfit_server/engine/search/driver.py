@@ -39,8 +39,7 @@ from warpfit.losses import LossFunction, TargetStatistics
 from warpfit.ops import CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER
 from warpfit.request import Evaluation
 from warpfit.searching import Front, SearchProgress, SearchReason, SearchRequest
-from warpfit_server.engine.evaluation import LoadedDatasets
-from warpfit_server.engine.interface import Engine, Outputs, Steps
+from warpfit_server.engine.interface import Engine, Outputs, Passes, Steps
 from warpfit_server.engine.search.colony import (
     Colony,
     ColonySettings,
@@ -103,7 +102,7 @@ _MUL, _ADD = OPERATORS["mul"].code, OPERATORS["add"].code
 
 def search(
     engine: Engine,
-    datasets: LoadedDatasets,
+    datasets: Passes,
     request: SearchRequest,
     new_colony: Callable[..., Colony],
     new_weigher: Callable[[], Weigher],
@@ -185,7 +184,7 @@ class _Search:
     def __init__(
         self,
         engine: Engine,
-        datasets: LoadedDatasets,
+        datasets: Passes,
         request: SearchRequest,
         cancelled: NDArray[np.uint8],
         report: Callable[[SearchProgress], None],

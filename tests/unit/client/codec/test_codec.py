@@ -15,7 +15,7 @@ from warpfit import server_info as info
 from warpfit.dataset import DTYPES, Dataset, Layout
 from warpfit.ir import Batch
 from warpfit.losses import BY_NAME, Closing, LossFunction
-from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
+from warpfit.request import FURTHER_OUTPUTS, Evaluation, Loss, Precision, Tier, Timings
 from warpfit.v1 import evaluator_pb2 as pb
 
 COUNTS = st.integers(1, 2**40)
@@ -135,7 +135,7 @@ def test_errors_survive(kind, place):
 def test_long_arrays_survive_in_pieces_of_any_size(chunk_bytes):
     """Whichever of them come whole at the end."""
     batch = Batch.of(_two_programs(), [[[1.0], [2.0]], [[], []]])
-    requested = dict.fromkeys(codec.EXTRAS.values(), True) | {"linear_scaling": False}
+    requested = dict.fromkeys(FURTHER_OUTPUTS, True) | {"linear_scaling": False, "jacobian": False}
     evaluation = Evaluation(bytes(32), batch, loss=Loss.MSE, values=False, **requested)
     shapes = {"losses": (2, 2), "gradients": (2,), "variable_gradients": (2, 2, LAYOUT.variables)}
     shapes |= {"reductions": (2, 2, 5), "correlations": (2, 2)}

@@ -14,7 +14,8 @@ from warpfit.errors import ProgramError
 from warpfit.fitting import FitSettings, Method
 from warpfit.ir import Batch
 from warpfit.parse import parse
-from warpfit.request import OUTPUTS, Evaluation, Loss
+from warpfit.request import FURTHER_OUTPUTS as OUTPUTS
+from warpfit.request import Evaluation, Loss
 from warpfit_server.engine import runner as module
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.interface import edges_of
