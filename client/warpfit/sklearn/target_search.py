@@ -263,7 +263,7 @@ class SearchOptions(Protocol):
     early_stopping: int | None
 
     def rules(
-        self, form: Form, training: TrainingData, names: Sequence[str], guesses: Genomes
+        self, form: Form, training: TrainingData, names: Sequence[str], guesses: Sequence[Program]
     ) -> FormulaRules:
         """Return the rules for each formula."""
 

@@ -19,8 +19,8 @@ from warpfit.server_info import Limits
 from warpfit_server import limits as module
 from warpfit_server.rpc.servicer import _stop_time
 
-#: The batch has 7 programs with 196 tokens, the longest with 45; its answer has values and losses.
-RESULT_BYTES = 7 * 10 * 4 + 7 * 8
+#: The batch has 7 programs with 196 tokens, the longest with 45; its answer has values.
+RESULT_BYTES = 7 * 10 * 4
 
 
 def check_batch(limits):
