@@ -73,7 +73,7 @@ def refused(caller, reason, method, message):
     assert detail.remedy
     assert "Traceback" not in caught.value.details()
     if reason in TOO_MUCH:
-        assert "--max-" in detail.remedy
+        assert "--tenants-file" in detail.remedy or "--max-" in detail.remedy
         assert detail.needed > detail.available
     return detail
 

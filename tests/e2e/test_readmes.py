@@ -44,7 +44,11 @@ SHELL = [s for path in READMES for s in snippets(path) if s.language == "sh"]
 LINES = [line for snippet in SHELL for line in commands(snippet)]
 INSTALLING = [snippet for snippet in SHELL if installs(snippet)]
 #: Once each, though several READMEs may name the same commands.
-RUNNING = list({s.code: s for s in SHELL if not installs(s)}.values())
+RUNNING = [
+    # Compiling a worker in C++ takes most of a minute.
+    pytest.param(snippet, marks=pytest.mark.thorough) if "protoc " in snippet.code else snippet
+    for snippet in {s.code: s for s in SHELL if not installs(s)}.values()
+]
 #: What is not run as it stands, by the beginning of the command, and why. All other command lines
 #: of the READMEs are run, in blocks and in sentences.
 NOT_RUN = {
@@ -124,6 +128,7 @@ def test_the_front_page_finds_a_law_and_evaluates_a_population(server: ServerPro
     names["client"].close()
 
 
+@pytest.mark.thorough  # of the searches of documents the front page's runs in the short suite
 def test_the_tutorial_finds_the_law_and_points_at_the_mistake(
     server: ServerProcess, capsys, monkeypatch, tmp_path
 ):

@@ -157,7 +157,7 @@ def test_a_target_with_nan_is_answered(client):
 def test_the_deadline_of_a_call_ends_a_search_in_time(client):
     data = client.upload(X, Y, dtype="float64")
     client.search(data, generations=1, **QUICK)  # the code is loaded
-    found = client.search(data, seconds=600, timeout=10.0, **QUICK)
+    found = client.search(data, seconds=600, timeout=5.0, **QUICK)
     assert found.reason == SearchReason.TIME
     assert found.losses.min() < Y.var()
 

@@ -57,9 +57,10 @@ class Ending(warpfit.testing.InProcessServer):
 def test_answers_are_kept_when_the_time_is_over_or_the_server_is_lost(monkeypatch):
     monkeypatch.setattr(proposals, "_TOGETHER", 2)
     skeletons = ["p1*a +", "p1*a", "p1*b", "p1*a + p2", "p1*b + p2", "p1*nosuch"]
-    errors = (DeadlineExceededError("late", "TIMEOUT"), UnavailableError("gone", "UNAVAILABLE"))
-    for error in errors:
-        for fits in range(5):  # each pair takes three: to fit, for evidence, and to be judged
+    late, gone = DeadlineExceededError("late", "TIMEOUT"), UnavailableError("gone", "UNAVAILABLE")
+    # Each pair takes three fits: to fit, for evidence, and to be judged.
+    for error, ends in ((late, range(5)), (gone, (0, 1))):
+        for fits in ends:
             server = Ending(fits, error)
             with warpfit.testing.client(server) as client:
                 data = client.upload(*table(), names=NAMES, dtype="float64")

@@ -34,7 +34,7 @@ def engine():
         engine.close()
 
 
-@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("weights", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_fits_have_the_bits_of_the_hosts(engine, weights):
     own, other, passes = both(
         engine,
