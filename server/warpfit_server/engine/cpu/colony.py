@@ -84,9 +84,6 @@ _IN_CHUNK: Final = 64
 _COST_OF_A_FORMULA: Final = 4_000
 #: Rows of a block, whose values stay in the first-level cache.
 _BLOCK: Final = 512
-#: Screening rows from which on a part of them comes first, and that part.
-_MANY_ROWS: Final = 256
-_FIRST_PART: Final = 4
 #: Times as large as that of the formula in its place the score of a child on the first rows may be,
 #: so that it is evaluated on the others. What is equal there is most often equal everywhere.
 _CLOSE: Final = 1.0 - 1e-6
@@ -467,7 +464,7 @@ class CpuColony:
         one = self._state[0]
         one["seed"], one["formulas"], one["island"] = settings.seed, count, settings.island
         one["rows"], one["itemsize"] = rows, screening.itemsize
-        one["first_rows"] = rows // _FIRST_PART if rows >= _MANY_ROWS else 0
+        one["first_rows"] = screening.first_rows % rows
         one["pitch"] = matrix.strides[0]
         one["fitted"] = screening.fitted
         one["floor"] = LOSS_FLOOR[screening.itemsize]

@@ -38,6 +38,11 @@ LOSS_FLOOR: Final = {4: 1e-10, 8: 1e-20}
 LEAST_SPREAD: Final = {4: 1e-4, 8: 1e-9}
 #: Values between which their spread is a number in float32.
 SPREADS: Final = (1e-15, 1e15)
+#: Screening rows from which on the first ones stand for all, what part of them these are, and the
+#: least part of the target's variance that they have to have.
+_MANY_ROWS: Final = 256
+_FIRST_PART: Final = 4
+_FIRST_SPREAD: Final = 0.25
 #: Registers of the estimate of how many structures have been tried; a power of 2.
 REGISTERS: Final = 1 << 12
 
@@ -111,6 +116,21 @@ class Screening:
     def spread(self) -> float:
         """Variance of the target; 0 of a constant one."""
         return float(self.weights @ np.square(self.target - self.mean))
+
+    @property
+    def first_rows(self) -> int:
+        """Number of first rows that stand for all where a rough answer is enough.
+
+        All rows do if they are few, or if the first ones miss what the target does in few rows.
+        """
+        rows = len(self.target)
+        if rows < _MANY_ROWS:
+            return rows
+        first = rows // _FIRST_PART
+        target, weights = self.target[:first], self.weights[:first] / self.weights[:first].sum()
+        with np.errstate(over="ignore", under="ignore"):
+            spread = float(weights @ np.square(target - weights @ target))
+        return first if spread >= _FIRST_SPREAD * self.spread else rows
 
 
 @dataclass(frozen=True, slots=True)

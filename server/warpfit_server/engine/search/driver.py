@@ -68,10 +68,8 @@ _REPORT_SECONDS: Final = 1.0
 _REPORT_SHARE: Final = 0.05
 #: Rounds of fits after which the best formula of each size is fitted, too, on all screening rows.
 _LOOK_EVERY: Final = 4
-#: Iterations of the other fits, and part of the rows that they have, if these are many.
+#: Iterations of the other fits, which are on the first rows.
 _QUICK_ITERATIONS: Final = 6
-_QUICK_PART: Final = 4
-_QUICK_FROM: Final = 256
 #: Pairs of a step that are fitted.
 _PAIRED: Final = 40
 #: Steps of the search for pairs after which sums are built, too.
@@ -233,15 +231,15 @@ class _Search:
         self._grammar = new_grammar(request, [columns])
         self._units = new_units(request, self._dataset.layout.variables)
         self._rows = yield from self._load_rows(rows, np.dtype(np.float64))
+        self._screening = yield from self._screen(rows, columns)
         self._first_rows = self._rows
-        if len(rows) >= _QUICK_FROM:
-            few = rows[: len(rows) // _QUICK_PART]
+        if self._screening.first_rows < len(rows):
+            few = rows[: self._screening.first_rows]
             self._first_rows = yield from self._load_rows(few, np.dtype(np.float64))
         self._statistics = {
             each.content_id: TargetStatistics.of_rows(each, slice(0, each.layout.rows))
             for each in (self._rows, self._first_rows)
         }
-        self._screening = yield from self._screen(rows, columns)
         spread = self._check_spread()
         try:
             yield from self._fit_constant()

@@ -204,6 +204,23 @@ def test_children_that_are_better_on_the_first_rows_are_screened_on_all(engine, 
     assert (screened | (own.ratios > 0.999))[np.isfinite(whole)].all()
 
 
+@pytest.mark.parametrize("rows, events, first", [(255, 0, 255), (256, 0, 64), (600, 3, 600)])
+def test_first_rows_stand_for_all_unless_they_miss_what_the_target_does(rows, events, first):
+    rng = np.random.default_rng(0)
+    target = rng.normal(size=rows)
+    target[rows - events :] += 1e3
+    screening = Screening(b"", target, np.full(rows, 1 / rows), 8, 2)
+    assert screening.first_rows == first
+
+
+def test_a_law_of_rare_events_is_found(search):
+    X = np.random.default_rng(3).uniform(0.0, 1.0, size=(600, 2))
+    y = np.where(X[:, 0] > 0.99, 5.0 * X[:, 1], 0.0)
+    data = Dataset.of(X, y, dtype="float64")
+    found = search(data, ("mul", "gt", "add"), max_generations=60)
+    assert found.front.losses[-1] < 0.5 * y.var()
+
+
 def test_what_is_fitted_has_constants_and_is_not_fitted_twice(engine):
     known = set()
     with colony_of(engine, 300) as (colony, *_):
