@@ -75,7 +75,7 @@ _ISLAND: Final = 256
 #: Generations between two rounds of fits, formulas of an island that are fitted then, pairs for
 #: each formula, and pairs that take as long as what else a step for pairs does: generations, fits
 #: and pairs take about a third of the time each.
-_SCHEDULE: Final = (4, 80, 200, 3_000_000)
+_SCHEDULE: Final = (8, 160, 150, 3_000_000)
 #: Formulas that compete, or are ranked, in a step; and rows of a chunk, unless a formula has more.
 _AT_ONCE: Final = 1 << 15
 _ROWS_IN_CHUNK: Final = 1 << 17
