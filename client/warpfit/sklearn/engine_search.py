@@ -36,6 +36,8 @@ from warpfit.sklearn.search_task import NO_INTERCEPT, Candidates, Found, SearchT
 _SHARE: Final = 0.9
 #: Greatest size of a formula in the engine.
 _MOST_SIZE: Final = 256
+#: Most rows on which the engine scores formulas; of more it draws so many.
+_MOST_ROWS: Final = 1 << 20
 #: Most formulas that a search begins with.
 _MOST_GUESSES: Final = 2_000
 #: Formulas that are returned beside those of the front.
@@ -151,7 +153,7 @@ def _options(task: SearchTask, found: EngineFound, rounds: int) -> SearchOptions
         guesses=_guesses(joined([found.formulas(), task.start])),
         population=task.population,
         fit_iterations=task.fit_iterations,
-        screening_rows=len(task.sample),
+        screening_rows=min(len(task.sample), _MOST_ROWS),
         seed=int(task.rng.integers(2**62)),
     )
     if rules.units is not None:

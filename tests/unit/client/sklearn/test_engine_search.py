@@ -104,6 +104,14 @@ def test_the_engine_is_asked_for_what_the_estimator_was_told(task):
     assert (found.tried, found.distinct) == (900, 800)
 
 
+def test_of_a_large_sample_the_engine_draws_as_many_rows_as_a_server_scores(task):
+    limits = pytest.importorskip("warpfit_server.limits")
+    made, asked = task(result("x1"))
+    sample = np.broadcast_to(0, 1 + limits.MOST_SCREENING_ROWS)
+    engine_search.search(ExitStack(), replace(made, sample=sample))
+    assert asked["screening_rows"] == limits.MOST_SCREENING_ROWS
+
+
 def test_a_front_is_written_without_numbers_that_change_nothing(task):
     made, _ = task(result("sin(x1)*1 + 0", "sin(x2)*1 + 3"))
     front = engine_search.search(ExitStack(), made).front()
