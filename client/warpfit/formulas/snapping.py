@@ -33,6 +33,9 @@ Floats = NDArray[np.float64]
 _MOST_CANDIDATES: Final = 256
 #: Longest formula, in tokens, of which subexpressions are replaced.
 _MOST_TOKENS: Final = 150
+#: Part of its loss by which a simpler formula has to be better than the one that was given, to be
+#: much better: a fit that had ended in a wrong valley goes on when a term is dropped.
+_MUCH_BETTER: Final = 0.5
 #: Digits to which constants are rounded at the end.
 _DIGITS: Final = range(5, 12)
 _TERMS: Final = frozenset({"add", "sub"})
@@ -88,10 +91,18 @@ class _Search:
     loss: float = math.nan
     initial_loss: float = math.nan
     allowed: float = math.nan
-    """Highest loss of a simpler formula; NaN, which allows none, if the given one has no loss."""
+    """Highest loss of a simpler formula; NaN, which allows none, if the given one has no loss. It
+    falls if a simpler formula fits much better."""
+    floor: float = 0.0
+    """A loss that is nothing but rounding errors, which is as good as any other one."""
     done: bool = False
     tried: set[Program] = field(default_factory=set)
     history: list[Program] = field(default_factory=list)
+
+    def allow(self, loss: float, tolerance: float) -> None:
+        """Allow what is worse than this loss by a part of it, unless less is allowed already."""
+        worse = max(loss + tolerance * abs(loss), self.floor)
+        self.allowed = worse if math.isnan(self.allowed) else min(self.allowed, worse)
 
 
 def snap(
@@ -124,7 +135,7 @@ def snap(
             break
         lifted = [lift(candidate) for _, candidate in trials]
         losses, fitted = yield [program for program, _ in lifted], [start for _, start in lifted]
-        _choose(trials, losses, fitted, Rules(settings.assume_defined))
+        _choose(trials, losses, fitted, settings)
     return (yield from _finish(searches, _DIGITS if settings.numbers else range(0)))
 
 
@@ -171,16 +182,15 @@ def _begin(
         search.history = [search.program]
         search.done = not math.isfinite(search.loss)
         if not search.done:
-            search.allowed = search.loss + settings.tolerance * abs(search.loss)
-            # A loss that is nothing but rounding errors is as good as any other one.
-            search.allowed = max(search.allowed, floor if math.isfinite(floor) else 0.0)
+            search.floor = floor if math.isfinite(floor) else 0.0
+            search.allow(search.loss, settings.tolerance)
 
 
 def _choose(
     trials: list[tuple[_Search, Program]],
     losses: Floats,
     fitted: Sequence[Floats],
-    rules: Rules,
+    settings: SnapSettings,
 ) -> None:
     """Take for each formula the cheapest candidate that is allowed.
 
@@ -194,9 +204,12 @@ def _choose(
             found.setdefault(id(search), []).append((_cost(candidate), float(loss), bound))
     for search in {id(search): search for search, _ in trials}.values():
         for _, loss, program in sorted(found.get(id(search), []), key=lambda each: each[:2]):
-            shorter = rules.applied_once(program)
+            shorter = Rules(settings.assume_defined).applied_once(program)
             if search.region.keeps(shorter):
                 search.loss, search.program, search.done = loss, shorter, False
+                # What fits much better than the formula that was given is not spoilt again.
+                if loss < search.initial_loss - _MUCH_BETTER * abs(search.initial_loss):
+                    search.allow(loss, settings.tolerance)
                 search.history.append(shorter)
                 break
 

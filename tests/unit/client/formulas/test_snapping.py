@@ -46,6 +46,18 @@ def test_functions_that_change_nothing_on_the_data_are_left_out(client):
     assert found.programs == [parse("0.1*x1 + x2").simplify()]
 
 
+@pytest.mark.parametrize("tolerance", [0.0, 0.02, 0.3])
+def test_a_law_that_appears_when_a_term_is_dropped_is_not_rounded_away(client, tolerance):
+    """The fit of the formula that is given ends in a wrong valley, with a loss of 0.009."""
+    rows = np.random.default_rng(1).uniform(0.0, 5.0, (200, 2))
+    data = client.upload(rows, 1.5 * np.sin(2.0 * rows[:, 0]) + rows[:, 1], dtype="float64")
+    given = "(x2 + sqrt(x1) + sin(14.8 - x1)*0.64 - sin(0.7 - x1)^2*3.1)*0.99 + 0.12"
+    found = client.simplify(data, given, tolerance=tolerance)
+    assert found.initial_loss[0] > 1e-3
+    assert found.loss[0] < 1e-20 or tolerance == 0.0
+    assert found.loss[0] <= found.initial_loss[0]
+
+
 @pytest.mark.thorough
 def test_a_formula_stays_defined_between_the_rows(client):
     """Constants that are fitted again go where the data allow it, which may be beside a pole."""
