@@ -11,6 +11,9 @@ Most children are worse than what there is, and the first rows, which are in ran
 so. Formulas are run token by token by the kernels of the engine (`codegen.kernels`), a block of
 rows at a time. Lowering them first, as batches of requests are, takes longer than it saves for
 formulas that are evaluated once.
+
+Children that came close to their places are fitted quickly (`fit_chunk`), because a right structure
+with wrong constants is no better than any other.
 """
 
 from __future__ import annotations
@@ -75,12 +78,14 @@ _ISLAND: Final = 256
 #: Generations between two rounds of fits, formulas of an island that are fitted then, pairs for
 #: each formula, and pairs that take as long as what else a step for pairs does: generations, fits
 #: and pairs take about a third of the time each.
-_SCHEDULE: Final = (8, 160, 150, 3_000_000)
+_SCHEDULE: Final = (4, 100, 150, 3_000_000)
 #: Formulas that compete, or are ranked, in a step; and rows of a chunk, unless a formula has more.
 _AT_ONCE: Final = 1 << 15
 _ROWS_IN_CHUNK: Final = 1 << 17
-#: Formulas of a chunk, and token-rows that take about as long as breeding or screening one.
+#: Formulas of a chunk, at most; those of one that fits them; and token-rows that take about as long
+#: as breeding or screening one.
 _IN_CHUNK: Final = 64
+_FITS_IN_CHUNK: Final = 8
 _COST_OF_A_FORMULA: Final = 4_000
 #: Rows of a block, whose values stay in the first-level cache.
 _BLOCK: Final = 512
@@ -89,6 +94,17 @@ _BLOCK: Final = 512
 _CLOSE: Final = 1.0 - 1e-6
 #: Places of the table of structures that were tried; a power of 2.
 _TABLE: Final = 1 << 20
+#: Most constants of a formula that a quick fit changes, and rows that it looks at; iterations, and
+#: steps that are tried in each; the first damping; the step of a difference, relative to the size
+#: of a constant and at least of this one; and the greatest magnitude of a constant.
+_MOST_CONSTANTS: Final = 12
+_MOST_FITTED_ROWS: Final = 4_096
+_FIT_ITERATIONS: Final = 6
+_FIT_TRIALS: Final = 3
+_FIRST_DAMPING: Final = 1e-2
+_DIFFERENCE: Final = 1e-3
+_LEAST_SIZE: Final = 0.1
+_LARGEST_CONSTANT: Final = 1e15
 #: What does not vary between the formulas of a generation.
 _STATE: Final = np.dtype(
     [
@@ -317,6 +333,166 @@ def _loss(values: Any, target: Any, weights: Any, state: Any) -> Any:
 
 
 @_compiled  # type: ignore[untyped-decorator]
+def fit_chunk(block: int, chunk: int) -> int:
+    """Fit the constants of a range of children to the first rows, by least squares.
+
+    The method is that of Levenberg and Marquardt, with few iterations and derivatives by
+    differences: a fit says whether a structure is worth its place, and no more.
+    """
+    children, _, _ = chunk_ranges(block, chunk)
+    grammar, state = _integers(block, _GRAMMAR), _states(block, _OWN_STATE)[0]
+    codes, values = octets(block, _CHILD_CODES), _singles(block, _CHILD_VALUES)
+    lengths, width = _integers(block, _CHILD_LENGTHS), np.int64(grammar[WIDTH])
+    rows = state.first_rows if state.first_rows > 0 else min(state.rows, _MOST_FITTED_ROWS)
+    numbers = np.empty(width * (_BLOCK + INVARIANT_WIDTH // 8 + 1) + state.rows + 8)
+    stack, tokens = np.empty((2, width), np.int64), np.empty(_MOST_CONSTANTS, np.int64)
+    columns = np.empty((_MOST_CONSTANTS + 1, rows))
+    normal = np.empty((_MOST_CONSTANTS + 2, _MOST_CONSTANTS + 2))
+    factor, step = np.empty_like(normal), np.empty(_MOST_CONSTANTS + 1)
+    for child in range(children.start, children.stop):
+        first, length, count = child * width, np.int64(lengths[child]), 0
+        own_codes, own_values = codes[first : first + length], values[first : first + length]
+        for token in range(length):
+            if own_codes[token] == CONSTANT and count < _MOST_CONSTANTS:
+                tokens[count] = token
+                count += 1
+        _run(block, own_codes, own_values, 0, rows, numbers, stack)
+        loss, damping = _screened(block, state, numbers, rows), _FIRST_DAMPING
+        for _ in range(_FIT_ITERATIONS):
+            if not loss < np.inf:
+                break
+            _read(state, numbers, columns[count])
+            for place in range(count):
+                token = tokens[place]
+                old = own_values[token]
+                own_values[token] += _DIFFERENCE * (abs(old) + _LEAST_SIZE)
+                difference = np.float64(own_values[token]) - np.float64(old)
+                _run(block, own_codes, own_values, 0, rows, numbers, stack)
+                own_values[token] = old
+                _read(state, numbers, columns[place])
+                for row in range(rows):
+                    columns[place, row] = (columns[place, row] - columns[count, row]) / difference
+            size = _normal_equations(block, state, columns[: count + 1], normal)
+            better = False
+            for _ in range(_FIT_TRIALS):
+                if not _solve(normal, size, damping, factor, step):
+                    break
+                for place in range(count):
+                    token = tokens[place]
+                    columns[place, 0] = own_values[token]
+                    moved = own_values[token] + step[place]
+                    own_values[token] = max(-_LARGEST_CONSTANT, min(_LARGEST_CONSTANT, moved))
+                _run(block, own_codes, own_values, 0, rows, numbers, stack)
+                trial = _screened(block, state, numbers, rows)
+                if trial < loss * _BETTER:
+                    loss, damping, better = trial, damping * 0.2, True
+                    break
+                damping *= 8.0
+                for place in range(count):
+                    own_values[tokens[place]] = columns[place, 0]
+            if not better:
+                break
+    return FINISHED if len(numbers) > 0 else FAILED
+
+
+@inlined
+def _read(state: Any, numbers: Any, column: Any) -> None:
+    """Copy the values of a formula on the first rows into a column."""
+    if state.itemsize == 4:
+        singles = carray(pointer32(numbers.ctypes.data), len(column))
+        for row in range(len(column)):
+            column[row] = singles[row]
+    else:
+        for row in range(len(column)):
+            column[row] = numbers[row]
+
+
+@register_jitable(error_model="numpy", fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
+def _normal_equations(block: int, state: Any, columns: Any, normal: Any) -> int:
+    """Fill in the normal equations of a step of the constants, and of the slope if it is fitted.
+
+    Args:
+        block: the argument block.
+        state: ``_STATE``.
+        columns: derivatives of f by each constant, then f; [constants + 1, rows]. They are centred
+            if an intercept is fitted.
+        normal: gets the products of the derivatives of a + b f, and in its last column those with
+            the residuals; [unknowns + 1, unknowns + 1].
+
+    Returns:
+        Number of unknowns.
+    """
+    count, rows = len(columns) - 1, columns.shape[1]
+    target, weights = floats(block, _TARGET)[:rows], floats(block, _WEIGHTS)[:rows]
+    total, mean = 0.0, 0.0
+    for row in range(rows):
+        total += weights[row]
+    if state.fitted == 2:
+        for row in range(rows):
+            mean += weights[row] * target[row]
+        mean /= total
+        for place in range(count + 1):
+            own = 0.0
+            for row in range(rows):
+                own += weights[row] * columns[place, row]
+            own /= total
+            for row in range(rows):
+                columns[place, row] -= own
+    slope = 1.0
+    if state.fitted > 0:
+        squares, products = 0.0, 0.0
+        for row in range(rows):
+            squares += weights[row] * columns[count, row] * columns[count, row]
+            products += weights[row] * columns[count, row] * (target[row] - mean)
+        slope = products / squares
+    unknowns = count + 1 if state.fitted > 0 else count
+    for i in range(unknowns):
+        scale = slope if i < count else 1.0
+        right = 0.0
+        for row in range(rows):
+            residual = target[row] - mean - slope * columns[count, row]
+            right += weights[row] * columns[i, row] * residual
+        normal[i, unknowns] = scale * right
+        for j in range(i + 1):
+            product = 0.0
+            for row in range(rows):
+                product += weights[row] * columns[i, row] * columns[j, row]
+            normal[i, j] = product * scale * (slope if j < count else 1.0)
+    return unknowns
+
+
+@inlined
+def _solve(normal: Any, size: int, damping: float, factor: Any, step: Any) -> bool:
+    """Solve damped normal equations by Cholesky's method; return whether they have a solution."""
+    for i in range(size):
+        for j in range(i + 1):
+            value = normal[i, j]
+            if i == j:
+                value *= 1.0 + damping
+            for k in range(j):
+                value -= factor[i, k] * factor[j, k]
+            if i > j:
+                factor[i, j] = value / factor[j, j]
+            elif value > 1e-14 * normal[i, i]:
+                factor[i, i] = np.sqrt(value)
+            else:
+                return False
+    for i in range(size):
+        value = normal[i, size]
+        for k in range(i):
+            value -= factor[i, k] * step[k]
+        step[i] = value / factor[i, i]
+    for i in range(size - 1, -1, -1):
+        value = step[i]
+        for k in range(i + 1, size):
+            value -= factor[k, i] * step[k]
+        step[i] = value / factor[i, i]
+        if not abs(step[i]) < np.inf:
+            return False
+    return True
+
+
+@_compiled  # type: ignore[untyped-decorator]
 def keep_chunk(block: int, chunk: int) -> int:
     """Let children take the places of worse formulas; note their structures, and the best by size.
 
@@ -373,7 +549,7 @@ def rank_of(word: Any) -> int:
 
 def load() -> None:
     """Load the compiled functions, or compile them."""
-    for function in (populate_chunk, breed_chunk, screen_chunk, keep_chunk):
+    for function in (populate_chunk, breed_chunk, screen_chunk, fit_chunk, keep_chunk):
         numba_cache.load_chunk_function(function)
 
 
@@ -440,7 +616,7 @@ class CpuColony:
         self._screening, self._settings = screening, settings
         self._cancelled = cancelled
         self.width, count = int(grammar[WIDTH]), settings.formulas
-        self.formulas = 0
+        self.formulas = self.fits = 0
         self.island_scores = np.full(settings.islands, np.inf, np.float32)
         sizes = int(grammar[MAX_SIZE]) + 1
 
@@ -534,6 +710,21 @@ class CpuColony:
         closest.ratios[:] = np.inf
         return Scored(genomes, closest.losses[places], places)
 
+    def improve(self, count: int, fit: Callable[[Scored], Steps[None]]) -> Steps[None]:
+        """Fit children since the last call that came close to their places; see `Colony`."""
+        found = yield from self.champions(count)
+        if len(found.places):
+            fitted = yield from self.fitted(found.genomes)
+            self.fits += len(fitted)
+            yield from self.insert(fitted, found.places)
+
+    def fitted(self, genomes: Genomes) -> Steps[Genomes]:
+        """Return formulas with their constants fitted quickly, in float32."""
+        own = Genomes(genomes.codes, genomes.values.astype(np.float32), genomes.lengths)
+        children = Children.of(own.widened(self.width), np.zeros(len(own), np.int64))
+        yield from self._run(self._work(fit_chunk, children))
+        return Genomes(*children[:3])
+
     def best(self) -> Steps[Scored]:
         """Return the best formula of each size."""
         yield None
@@ -566,7 +757,8 @@ class CpuColony:
     def _work(self, function: Any, children: Children, some: slice | None = None) -> ChunkedWork:
         """Return the work of a function on children, or on some of them."""
         first, stop = (0, len(children.places)) if some is None else (some.start, some.stop)
-        in_chunk = max(1, min(_IN_CHUNK, _ROWS_IN_CHUNK // len(self._screening.target)))
+        most = _FITS_IN_CHUNK if function is fit_chunk else _IN_CHUNK
+        in_chunk = max(1, min(most, _ROWS_IN_CHUNK // len(self._screening.target)))
         edges = np.append(np.arange(first, stop, in_chunk), stop)
         ranges = np.zeros(len(edges) - 1, RANGE)
         ranges["start"], ranges["stop"] = edges[:-1], edges[1:]

@@ -20,6 +20,7 @@ generation before alone, so that a seed gives the same search whatever threads a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -167,6 +168,8 @@ class Colony(Protocol):
     width: int
     formulas: int
     """New formulas that have been scored."""
+    fits: int
+    """Formulas that the colony has fitted by itself."""
     island_scores: NDArray[np.float32]
     """Best score of each island when `champions` was called last, [islands]; less is better."""
 
@@ -189,6 +192,14 @@ class Colony(Protocol):
         """Return formulas of each island that are worth a fit, at most ``count``.
 
         None is returned twice as long as it stays in its place.
+        """
+
+    def improve(self, count: int, fit: Callable[[Scored], Steps[None]]) -> Steps[None]:
+        """Fit the constants of promising formulas of each island quickly, and put them back.
+
+        Args:
+            count: of formulas of an island, at most.
+            fit: does that with formulas, for a colony that does not fit them by itself.
         """
 
     def best(self) -> Steps[Scored]:

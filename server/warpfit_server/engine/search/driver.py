@@ -322,7 +322,7 @@ class _Search:
             self._idle = self._idle + 1 if self._archive.improved == improved else 0
             improved = self._archive.improved
             if self._generations % settings.fit_every == 0:
-                yield from self._fit((yield from colony.champions(settings.fits)), quick=True)
+                yield from colony.improve(settings.fits, self._fit_quickly)
                 rounds += 1
                 if rounds % _LOOK_EVERY == 0:
                     yield from self._fit((yield from colony.best()))
@@ -519,7 +519,7 @@ class _Search:
             generations=self._generations,
             formulas=0 if colony is None else colony.formulas,
             distinct=0 if colony is None else colony.distinct(),
-            fits=self._fits,
+            fits=self._fits + (0 if colony is None else colony.fits),
             pairs=0 if self._pairing is None else self._pairing.pairs,
             restarts=self._restarts,
             reason=reason,
@@ -674,6 +674,9 @@ class _Search:
             some = slice(first, first + _FITTED_AT_ONCE)
             genomes, losses, places = found
             yield from self._fit_some(Scored(genomes.take(some), losses[some], places[some]), quick)
+
+    def _fit_quickly(self, found: Scored) -> Steps[None]:
+        yield from self._fit(found, quick=True)
 
     def _fit_some(self, found: Scored, quick: bool) -> Steps[None]:
         genomes = found.genomes

@@ -91,6 +91,7 @@ PARTS: Final = {
     "populate": _chunk_function(5.0, colony.populate_chunk),
     "breed": _chunk_function(7.0, colony.breed_chunk),
     "screen": _chunk_function(7.0, colony.screen_chunk),
+    "fit": _chunk_function(7.0, colony.fit_chunk),
     "keep": _chunk_function(2.0, colony.keep_chunk),
     "weigh": Part(4.0, pairs.load),
     "rules": Part(2.0, genome.load),
@@ -100,7 +101,7 @@ PARTS: Final = {
 GROUPS: Final = {
     "values": ("lower", "kernels", "interpret", "parallel", "check"),
     "derivatives": ("differentiate", "linearise", "derivative_kernels", "combine", *fits.PARTS),
-    "search": ("populate", "breed", "screen", "keep", "weigh", "rules"),
+    "search": ("populate", "breed", "screen", "fit", "keep", "weigh", "rules"),
 }
 #: More would wait for the longest part, and each takes some 300 MiB.
 _MOST_PROCESSES: Final = 4

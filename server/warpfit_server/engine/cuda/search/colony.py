@@ -9,6 +9,7 @@ for the best of each size. A chunk is a step of the engine's loop.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import resources
 from typing import Any, Final
 
@@ -167,7 +168,7 @@ class CudaColony:
     ) -> None:
         self._device, self._kernels, self._resident = device, kernels, resident
         self._settings, self._screening, self._cancelled = settings, screening, cancelled
-        self.width, self.formulas = int(grammar[genome.WIDTH]), 0
+        self.width, self.formulas, self.fits = int(grammar[genome.WIDTH]), 0, 0
         self.island_scores = np.full(settings.islands, np.inf, np.float32)
         self._sizes = int(grammar[genome.MAX_SIZE]) + 1
         width = next(most for most in _WIDTHS if most >= self.width)
@@ -306,6 +307,10 @@ class CudaColony:
         matrix = codes.reshape(islands, -1), values.reshape(islands, -1)
         genomes = Genomes(matrix[0][found], matrix[1][found], lengths[found])
         return Scored(genomes, losses[found], places[found].astype(np.int64))
+
+    def improve(self, count: int, fit: Callable[[Scored], Steps[None]]) -> Steps[None]:
+        """Have the best new formula of each island fitted; see `Colony`."""
+        yield from fit((yield from self.champions(count)))
 
     def best(self) -> Steps[Scored]:
         """Return the best formula of each size."""

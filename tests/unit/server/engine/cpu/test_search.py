@@ -238,6 +238,31 @@ def test_what_is_fitted_has_constants_and_is_not_fitted_twice(engine):
     assert len(known) > 30
 
 
+@pytest.mark.parametrize("rows", [60, 600])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("fitted", [0, 1, 2])
+def test_constants_are_fitted_quickly(engine, fitted, dtype, rows):
+    """The laws differ from f only in constants, and in slope and intercept where these are free."""
+    with colony_of(engine, rows, dtype, fitted) as (colony, X, _, weights):
+        scale = (1.0, 2.5, 2.5)[fitted]
+        laws = {
+            "exp(-0.5*x1)": np.exp(-1.3 * X[:, 0]),
+            "x1/(x2 + 1)": X[:, 0] / (X[:, 1] + 2.7),
+            "sin(x1*1.4 + 0.3)*x2 - 0.7*x3": np.sin(1.5 * X[:, 0] + 0.4) * X[:, 1] - 0.8 * X[:, 2],
+        }
+        for text, law in laws.items():
+            y = scale * law + 4.0 * (fitted == 2)
+            colony._screening = Screening(b"", y, weights, np.dtype(dtype).itemsize, fitted)
+            own = colony._state[0]
+            own["mean"], own["spread"] = colony._screening.mean, colony._screening.spread
+            genomes = Genomes.of(Population.of([parse(text)]), colony.width)
+            found = run_to_end(colony.fitted(genomes))
+            codes, values = found.codes[0, : found.lengths[0]], found.values[0]
+            program = Program(codes, values[: found.lengths[0]].astype(float))
+            before, after = losses_of([parse(text), program], X, y, weights, fitted)
+            assert after < 1e-4 * min(before, 1.0), text
+
+
 # ----------------------------------------------------------------------------- forms, rules, units
 
 
