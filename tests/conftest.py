@@ -3,6 +3,8 @@
 import fcntl
 import os
 import signal
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,7 +21,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is no failure: nothing here is timed. Each run draws other examples;
 # `--hypothesis-profile=many` draws more of them.
-for name, count in (("many", 1000), ("few", 25)):
+for name, count in (("many", 1000), ("few", 15)):
     settings.register_profile(
         name, deadline=None, max_examples=count, suppress_health_check=[HealthCheck.too_slow]
     )
@@ -35,6 +37,31 @@ _MOST_PROCESSES = 4
 def pytest_xdist_auto_num_workers() -> int:
     """Processes of ``pytest -n auto``: one more than cores, because tests of servers often wait."""
     return min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) + 1)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of which no test runs."""
+    is_short = config.option.markexpr == "not thorough" and collection_path.suffix == ".py"
+    is_thorough = is_short and "\npytestmark = pytest.mark.thorough" in collection_path.read_text()
+    return True if is_thorough else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let one process run the tests of a file, and those of all files with the same server.
+
+    For ``--dist loadgroup``: so the servers of the session, and what a file prepares, start once.
+    """
+    used = defaultdict[Path, set[str]](set)
+    for item in items:
+        used[item.path] |= {*item.fixturenames} if "e2e" in item.path.parts else set()
+    for item in items:
+        group, names = str(item.path), used[item.path]
+        if names & {"family", "harmed"}:
+            group = "family"
+        elif "server" in names and not hasattr(item.module, "server"):
+            group = "server"
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_sessionstart() -> None:

@@ -21,9 +21,9 @@ pytest.importorskip("sklearn", minversion="1.6")
 from support.any_search import AnySearch, searches
 from warpfit.sklearn import SymbolicRegressor
 
-#: 30 of the usual suite, 2,000 with `--hypothesis-profile=many`, which have longer budgets, too.
+#: 12 of the usual suite, 2,000 with `--hypothesis-profile=many`, which have longer budgets, too.
 _MANY = settings.default.max_examples >= 1000
-_DRAWS = 2000 if _MANY else 30
+_DRAWS = 2000 if _MANY else 12
 #: Operators that a simplification may write for products, sums and quotients.
 _ARITHMETIC = {"add", "sub", "mul", "div", "neg", "square", "cube", "inv", "pow"}
 

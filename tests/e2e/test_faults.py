@@ -19,6 +19,7 @@ def assert_unharmed(seen: dict) -> None:
     assert seen["right_answers"] > 0
 
 
+@pytest.mark.thorough  # as the next one, but that the operating system stops the engine
 def test_sigstop_of_the_engine():
     assert_unharmed(faults.engine_sigstop(1, clients=2))
 
@@ -67,19 +68,20 @@ def fleet():
         yield made
 
 
-def test_every_server_gives_the_same_bits(fleet):
+def test_every_server_gives_the_same_bits(server, family):
+    servers = [server.address, family.address]
     texts = [f"sin(x1*p1) + exp(x{1 + n % 4})*{n}" for n in range(60)]
     starts = [[0.1 + n] for n in range(60)]
     options = {"loss": "mse", "gradient": True}
 
     async def of_all():
-        async with warpfit.connect_async(fleet.address) as client:
+        async with warpfit.connect_async(servers) as client:
             data = await client.upload(X, X[:, 0], dtype="float64")
             return await client.evaluate(data, texts, starts, **options)
 
     with (
-        warpfit.connect(fleet.servers[0].address) as one,
-        warpfit.connect(fleet.address) as all_of_them,
+        warpfit.connect(servers[0]) as one,
+        warpfit.connect(servers) as all_of_them,
     ):
         data = one.upload(X, X[:, 0], dtype="float64")
         losses, gradients = one.evaluate(data, texts, starts, **options)
@@ -93,8 +95,8 @@ def test_every_server_gives_the_same_bits(fleet):
             all_of_them.evaluate(data, [*texts[:59], "x9 + x1"], [*starts[:59], []])
         assert "x9" in str(caught.value)
         all_of_them.release(data, everywhere=True)
-        for server in fleet.servers:
-            with warpfit.connect(server.address) as client:
+        for address in servers:
+            with warpfit.connect(address) as client:
                 assert client.info().engine == "cpu"
 
 

@@ -252,17 +252,14 @@ def test_a_client_closes_at_once_and_a_program_ends_without_closing_it(server):
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "1.0", "")
 
 
-def test_a_server_that_stops_ends_calls_that_wait():
-    with ServerProcess(*FLAGS, "--grace", "30") as process:
-        with warpfit.connect(process.address) as client:
-            client.upload(X, X[:, 0], dtype="float64")
-        with grpc.insecure_channel(process.address) as channel:
-            call = RawCall(channel)
-            call.loss("x1")
-            process.process.terminate()
-            # Whichever the client hears of first: its end, or that of the connection.
-            assert ended(call) in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
-        assert process.stop() == 0
+def test_a_server_that_stops_ends_calls_that_wait(server, channel):
+    """The last test of this server."""
+    call = RawCall(channel)
+    call.loss("x1")
+    server.process.terminate()
+    # Whichever the client hears of first: its end, or that of the connection.
+    assert ended(call) in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+    assert server.stop() == 0
 
 
 # ----------------------------------------------------------------------- the oldest release of gRPC

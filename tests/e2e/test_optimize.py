@@ -239,6 +239,7 @@ def test_a_missing_parameter_is_found_by_the_server(client):
     assert (caught.value.reason, caught.value.expression) == ("PARAMETER_OUT_OF_RANGE", 0)
 
 
+@pytest.mark.thorough
 def test_a_fit_survives_the_death_of_the_engine(server: ServerProcess, client):
     programs, starts = thesis_mix(6, 100, variables=2)
     with (

@@ -238,10 +238,10 @@ def test_a_client_goes_on_when_its_data_set_was_removed(client):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """A server of two tenants, of at most four searches."""
+    """A server of three tenants, of at most four searches, of which the third one may have none."""
     folder = tmp_path_factory.mktemp("tenants")
-    tokens, by_tenant = token_file(folder, "alice", "bob")
-    limits = tenants_file(folder, "[tenants.bob]\nsearches = 1\n")
+    tokens, by_tenant = token_file(folder, "alice", "bob", "carol")
+    limits = tenants_file(folder, "tenants.bob.searches = 1\ntenants.carol.searches = 0\n")
     flags = ("--token-file", tokens, "--tenants-file", limits, "--max-searches", "4")
     with ServerProcess("--threads", "2", "--front-ends", "2", *flags) as process:
         yield process, by_tenant
@@ -322,13 +322,11 @@ def test_of_a_hundred_searches_at_once_some_run_and_the_others_are_told_when_to_
         call.cancel()
 
 
-def test_searches_can_be_switched_off():
-    config = ("--threads", "1", "--front-ends", "1", "--max-searches", "0")
-    with ServerProcess(*config) as process, warpfit.connect(process.address) as client:
-        data = client.upload(X, Y)
-        with pytest.raises(warpfit.ResourceExhaustedError) as caught:
-            client.search(data, generations=1)
-        assert caught.value.reason == "TOO_MANY_SEARCHES"
+def test_searches_can_be_switched_off(as_tenant):
+    with pytest.raises(grpc.RpcError) as caught:
+        search(as_tenant("carol"), **ONCE)
+    detail = detail_of(caught.value)
+    assert (detail.reason, detail.available) == ("TOO_MANY_SEARCHES", 0)
 
 
 # ----------------------------------------------------------------------------------------- engines

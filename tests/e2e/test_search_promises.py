@@ -46,7 +46,13 @@ def test_noise_ends_no_search_with_an_exception(search, operators):
     assert len(model.front_) > 0
 
 
-@pytest.mark.parametrize("rule", [{"count": {"sin": 1}}, {"nesting": {"sin": {"sin": 0}}}])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"count": {"sin": 1}},
+        pytest.param({"nesting": {"sin": {"sin": 0}}}, marks=pytest.mark.thorough),
+    ],
+)
 def test_what_a_simplification_makes_keeps_to_the_constraints(search, rule):
     x = np.random.default_rng(3).uniform(0, 10, 200)[:, None]
     model = search(generations=3, constraints=rule).fit(x, np.sin(np.sin(x[:, 0])))

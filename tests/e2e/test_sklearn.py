@@ -351,7 +351,10 @@ def test_functions_that_are_written_with_operators_are_searched_too(search, tmp_
 
 @pytest.mark.parametrize(
     "kind",
-    ["regressor", "classifier", pytest.param("transformer", marks=pytest.mark.thorough)],
+    [
+        "regressor",
+        *(pytest.param(k, marks=pytest.mark.thorough) for k in ("classifier", "transformer")),
+    ],
 )
 def test_a_fit_that_fails_leaves_an_estimator_as_it_was(search, kind):
     def use_too_early(estimator, generation, front):
@@ -800,6 +803,7 @@ def test_the_shell_takes_groups_by_texts_and_numbers(tmp_path, monkeypatch, stat
     assert main(["search", *words[:-1], "nowhere"]) == 2
 
 
+@pytest.mark.thorough
 def test_srbenchs_interface_takes_the_example(server: ServerProcess):
     """A harness clones ``est``, sets ``test_params``, calls ``pre_train`` and reads ``model``."""
     pandas, sympy = pytest.importorskip("pandas"), pytest.importorskip("sympy")

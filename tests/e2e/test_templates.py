@@ -91,6 +91,7 @@ def test_templates_substitute_and_have_parameters(search, template, law):
         np.testing.assert_allclose(evaluate_program(f, X.T), X[:, 0] ** 2 + 1.3 * X[:, 1], 1e-3)
 
 
+@pytest.mark.thorough
 def test_templates_work_with_losses_guesses_units_and_in_other_estimators(search, server):
     X = points()
     y = 2.0 * np.sqrt(X[:, 0]) / (1 + X[:, 1] * X[:, 2]) + np.random.default_rng(1).normal(
@@ -202,6 +203,7 @@ def test_groups_have_one_formula_and_constants_of_their_own(search):
     assert failure.value.reason == "BAD_GROUPS"
 
 
+@pytest.mark.thorough
 def test_groups_are_numbers_too_and_templates_have_them(search):
     X, y = grouped()
     numbers = np.column_stack([X.a, X.b, X.station.map({"Bern": 7, "Chur": 8, "Thun": 12})])

@@ -83,9 +83,16 @@ def assert_same_fits(found, wanted):
     assert found.evidence.warnings == wanted.evidence.warnings
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+SPOILT = [*((place, "nan") for place in PLACES), *(("first", junk) for junk in JUNK)]
+
+
 @pytest.mark.parametrize(
-    ("place", "junk"), [*((place, "nan") for place in PLACES), *(("first", junk) for junk in JUNK)]
+    ("place", "junk", "dtype"),
+    [
+        pytest.param(*case, dtype, marks=pytest.mark.thorough if number % 2 == of_all else ())
+        for number, case in enumerate(SPOILT)
+        for of_all, dtype in enumerate(("float64", "float32"))
+    ],
 )
 def test_all_sums_are_those_of_the_other_rows(client, place, junk, dtype):
     x, y, w = spoilt(place, junk)

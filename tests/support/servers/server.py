@@ -100,9 +100,10 @@ class ServerProcess:
         """Bytes of memory files that the main process and the front ends have mapped."""
         inodes = {}
         for process in (psutil.Process(self.process.pid), *self.front_ends()):
-            for maps in process.memory_maps(grouped=False):
-                if "memfd:warpfit" in maps.path:
-                    inodes[process.pid, maps.addr] = maps.size
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                if "memfd:warpfit" in line:
+                    start, end = (int(text, 16) for text in line.split()[0].split("-"))
+                    inodes[process.pid, start] = end - start
         return sum(inodes.values())
 
     def in_flight(self) -> Amounts:

@@ -187,7 +187,7 @@ def test_a_client_refuses_a_token_that_others_can_read(capsys, address, tmp_path
     assert "chmod 600" in err
 
 
-@pytest.mark.parametrize("words", ["info ADDRESS", "token alice", "--help", "serve --help"])
+@pytest.mark.parametrize("words", ["info ADDRESS", "serve --help"])
 def test_a_reader_that_has_seen_enough_is_no_error(address, words):
     """As in ``warpfit info HOST:PORT | head``."""
     reader, writer = os.pipe()
@@ -448,7 +448,13 @@ def test_files_that_cannot_be_read(tmp_path, capsys):
         table_of(tmp_path, b"\xff\xfe\x00a")
 
 
-@pytest.mark.parametrize("content", ["a,y\n1,3\n2,5\n3,7\n", None], ids=["csv", "parquet"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param("a,y\n1,3\n2,5\n3,7\n", id="csv", marks=pytest.mark.thorough),
+        pytest.param(None, id="parquet"),
+    ],
+)
 def test_data_may_come_from_a_pipe(address, content):
     data = parquet(a=[1, 2, 3], y=[3, 5, 7]) if content is None else content.encode()
     code = "import sys; from warpfit.cli.main import main; sys.exit(main())"
@@ -627,7 +633,7 @@ def test_flags_of_a_search_are_keywords_of_the_estimator():
     assert rest <= SymbolicRegressor().get_params().keys()
 
 
-@pytest.mark.parametrize("encoding", ["cp1252", "ascii", "ascii:surrogateescape", "utf-8"])
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii:surrogateescape"])
 def test_characters_that_the_output_lacks_are_escaped(address, tmp_path, encoding):
     path = tmp_path / "table.csv"
     path.write_text("温度,y\n1,3\n2,5\n3,7\n", encoding="utf-8")
@@ -641,7 +647,7 @@ def test_characters_that_the_output_lacks_are_escaped(address, tmp_path, encodin
     )
     assert (done.returncode, done.stderr) == (0, b"")
     text = done.stdout.decode(encoding.partition(":")[0])
-    assert ("温度" if encoding == "utf-8" else r"\u6e29\u5ea6") in text
+    assert r"\u6e29\u5ea6" in text
 
 
 @pytest.mark.parametrize("cell", ["1_000", "1e999", "-1E+400", "2e-400", "\u0661", "x", "1.5.1"])

@@ -74,11 +74,20 @@ MODULES = modules()
 
 
 @cache
+def nodes(module: str) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(MODULES[module].read_text()))]
+
+
+@cache
 def imports(module: str, with_types: bool = False) -> set[str]:
     """Modules that one imports, wherever in it; those for type checkers only if asked for."""
-    found = set()
-    tree = ast.parse(MODULES[module].read_text())
-    for node in ast.walk(tree) if with_types else walk(tree):
+    found, for_types = set(), set()
+    for node in () if with_types else nodes(module):
+        if isinstance(node, ast.If) and ast.dump(node.test) == _FOR_TYPES:
+            for_types |= {*ast.walk(node)}
+    for node in nodes(module):
+        if node in for_types:
+            continue
         if isinstance(node, ast.ImportFrom) and node.module:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in MODULES else node.module for name in names}
@@ -88,14 +97,6 @@ def imports(module: str, with_types: bool = False) -> set[str]:
 
 
 _FOR_TYPES = ast.dump(ast.Name("TYPE_CHECKING", ast.Load()))
-
-
-def walk(node: ast.AST):
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.dump(child.test) == _FOR_TYPES:
-            continue
-        yield from walk(child)
 
 
 def test_no_module_imports_itself_by_way_of_others():

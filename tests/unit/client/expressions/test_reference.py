@@ -164,8 +164,8 @@ def test_numbers_count_as_columns(name):
             expected = reference.evaluate_program(Program.apply(name, x1, x2), columns)
             one = Program.apply(name, *pair)
             assert_same(reference.evaluate_program(one, [edges]), expected)
-            rows = [reference.evaluate_program(one, [edges[i : i + 1]])[0] for i in range(4)]
-            assert_same(np.array(rows), expected[:4])
+            rows = [reference.evaluate_program(one, [edges[i : i + 1]])[0] for i in range(2)]
+            assert_same(np.array(rows), expected[:2])
             with np.errstate(all="ignore"):
                 assert_same(one.to_numpy()(edges[:, None]), expected)
 

@@ -210,7 +210,7 @@ def test_whole_numbers_of_a_language_become_floats(language, command, call, tmp_
 @pytest.mark.parametrize(
     "language",
     [
-        pytest.param(language, marks=[pytest.mark.thorough] * (language in ("fortran", "r")))
+        pytest.param(language, marks=[pytest.mark.thorough] * (language not in ("c", "python")))
         for language in sorted(LANGUAGES.keys() - {"c++", "cuda", "jax", "torch"})
     ],
 )

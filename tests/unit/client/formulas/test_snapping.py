@@ -118,7 +118,13 @@ TERMS += ["log1p(x1 - 0.1737)", "log2(x1*x1 + 0.0137)", "inv(x1*x1 - 2.1371*x1 +
 TERMS += ["x1/(1 + x1 + 0.0371*x1^2)", "atan2(0.0371, x1 + 0.137)", "powabs(x1 + 0.0317, -0.5)"]
 
 
-@pytest.mark.parametrize(("seed", "term"), [(index % 2, term) for index, term in enumerate(TERMS)])
+@pytest.mark.parametrize(
+    ("seed", "term"),
+    [
+        pytest.param(index % 2, term, marks=pytest.mark.thorough if index % 3 else ())
+        for index, term in enumerate(TERMS)
+    ],
+)
 def test_no_kind_of_term_gets_a_pole_in_the_range(client, term, seed):
     own = np.random.default_rng(seed)
     rows = np.sort(own.uniform(0.2, 3.0, (40, 1)), axis=0)

@@ -69,7 +69,7 @@ def test_bounds_and_fixed_parameters_are_kept(engine):
     assert own.parameters[4] == 0.1
 
 
-@pytest.mark.parametrize("ticks", [1, 40])
+@pytest.mark.parametrize("ticks", [pytest.param(1, marks=pytest.mark.thorough), 40])
 def test_a_search_goes_on_where_a_launch_has_stopped(engine, monkeypatch, ticks):
     launches = []
     launch = fits.run
@@ -80,6 +80,7 @@ def test_a_search_goes_on_where_a_launch_has_stopped(engine, monkeypatch, ticks)
     assert len(launches) > 2
 
 
+@pytest.mark.thorough
 def test_many_searches_run_in_parts(engine, monkeypatch):
     """Each with state that the device has room for."""
     monkeypatch.setattr(fits, "_MOST_STATE", 1_000)

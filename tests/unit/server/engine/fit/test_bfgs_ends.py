@@ -41,7 +41,9 @@ def search(cpu, columns, target, text, start, accuracy=Accuracy.FINAL, **options
     return fit(data, [text], [start], engine=cpu, **options)
 
 
-@pytest.mark.parametrize("accuracy", Accuracy)
+@pytest.mark.parametrize(
+    "accuracy", [Accuracy.FINAL, pytest.param(Accuracy.SCREENING, marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize(
     ("columns", "target", "text", "start"),
     [

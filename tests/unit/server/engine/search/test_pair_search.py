@@ -167,7 +167,9 @@ def test_weights_are_those_of_the_rows(weigher):
     assert unexplained(found, target, weights / weights.sum()).min() < 1e-9
 
 
-@pytest.mark.parametrize(("rows", "size"), [(60, 2_000), (512, 1_000)])
+@pytest.mark.parametrize(
+    ("rows", "size"), [(60, 2_000), pytest.param(512, 1_000, marks=pytest.mark.thorough)]
+)
 def test_a_search_takes_no_more_memory_than_is_admitted(weigher, monkeypatch, rows, size):
     monkeypatch.setattr(limits, "WEIGHER_BYTES", 4 << 20)
     rng = np.random.default_rng(3)
