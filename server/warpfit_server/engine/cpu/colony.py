@@ -49,8 +49,15 @@ from warpfit_server.engine.native.arguments import (
 from warpfit_server.engine.native.intrinsics import aligned, call_kernel, inlined
 from warpfit_server.engine.native.numba_cache import address_of
 from warpfit_server.engine.search.colony import (
+    CLOSE,
+    DIFFERENCE,
+    FIRST_DAMPING,
+    FIT_ITERATIONS,
+    FIT_TRIALS,
+    LEAST_SIZE,
     LEAST_SPREAD,
     LOSS_FLOOR,
+    MOST_CONSTANTS,
     REGISTERS,
     SPREADS,
     ColonySettings,
@@ -61,6 +68,7 @@ from warpfit_server.engine.search.colony import (
 )
 from warpfit_server.engine.search.genome import (
     ARITY,
+    LARGEST,
     MAX_SIZE,
     WIDTH,
     breed,
@@ -75,10 +83,10 @@ from warpfit_server.engine.search.genome import (
 #: Formulas of a colony and of an island, where a request does not say.
 _FORMULAS: Final = 2048
 _ISLAND: Final = 256
-#: Generations between two rounds of fits, formulas of an island that are fitted then, pairs for
-#: each formula, and pairs that take as long as what else a step for pairs does: generations, fits
-#: and pairs take about a third of the time each.
-_SCHEDULE: Final = (4, 100, 150, 3_000_000)
+#: Generations between two rounds of fits, formulas of an island that are fitted then, generations
+#: between two rounds of all else, pairs for each formula, and pairs that take as long as what else
+#: a step for pairs does: generations, fits and pairs take about a third of the time each.
+_SCHEDULE: Final = (4, 100, 4, 150, 3_000_000)
 #: Formulas that compete, or are ranked, in a step; and rows of a chunk, unless a formula has more.
 _AT_ONCE: Final = 1 << 15
 _ROWS_IN_CHUNK: Final = 1 << 17
@@ -89,22 +97,10 @@ _FITS_IN_CHUNK: Final = 8
 _COST_OF_A_FORMULA: Final = 4_000
 #: Rows of a block, whose values stay in the first-level cache.
 _BLOCK: Final = 512
-#: Times as large as that of the formula in its place the score of a child on the first rows may be,
-#: so that it is evaluated on the others. What is equal there is most often equal everywhere.
-_CLOSE: Final = 1.0 - 1e-6
 #: Places of the table of structures that were tried; a power of 2.
 _TABLE: Final = 1 << 20
-#: Most constants of a formula that a quick fit changes, and rows that it looks at; iterations, and
-#: steps that are tried in each; the first damping; the step of a difference, relative to the size
-#: of a constant and at least of this one; and the greatest magnitude of a constant.
-_MOST_CONSTANTS: Final = 12
+#: Rows that a quick fit looks at, at most.
 _MOST_FITTED_ROWS: Final = 4_096
-_FIT_ITERATIONS: Final = 6
-_FIT_TRIALS: Final = 3
-_FIRST_DAMPING: Final = 1e-2
-_DIFFERENCE: Final = 1e-3
-_LEAST_SIZE: Final = 0.1
-_LARGEST_CONSTANT: Final = 1e15
 #: What does not vary between the formulas of a generation.
 _STATE: Final = np.dtype(
     [
@@ -114,7 +110,7 @@ _STATE: Final = np.dtype(
         ("island", np.int64),  # formulas of an island
         ("rows", np.int64),
         ("first_rows", np.int64),  # 0 if all children are evaluated on all rows
-        ("close", np.float64),  # `_CLOSE`, or infinity for children that are evaluated anyway
+        ("close", np.float64),  # `CLOSE`, or infinity for children that are evaluated anyway
         ("pitch", np.int64),  # bytes from one variable to the next
         ("floor", np.float64),
         ("least_spread", np.float64),
@@ -122,6 +118,7 @@ _STATE: Final = np.dtype(
         ("mean", np.float64),  # mean of the target
         ("fitted", np.int64),  # numbers around f: 2 for slope and intercept, 1 for a slope
         ("itemsize", np.int64),  # bytes of a value
+        ("iterations", np.int64),  # of a quick fit
     ],
     align=True,
 )
@@ -345,27 +342,27 @@ def fit_chunk(block: int, chunk: int) -> int:
     lengths, width = _integers(block, _CHILD_LENGTHS), np.int64(grammar[WIDTH])
     rows = state.first_rows if state.first_rows > 0 else min(state.rows, _MOST_FITTED_ROWS)
     numbers = np.empty(width * (_BLOCK + INVARIANT_WIDTH // 8 + 1) + state.rows + 8)
-    stack, tokens = np.empty((2, width), np.int64), np.empty(_MOST_CONSTANTS, np.int64)
-    columns = np.empty((_MOST_CONSTANTS + 1, rows))
-    normal = np.empty((_MOST_CONSTANTS + 2, _MOST_CONSTANTS + 2))
-    factor, step = np.empty_like(normal), np.empty(_MOST_CONSTANTS + 1)
+    stack, tokens = np.empty((2, width), np.int64), np.empty(MOST_CONSTANTS, np.int64)
+    columns = np.empty((MOST_CONSTANTS + 1, rows))
+    normal = np.empty((MOST_CONSTANTS + 2, MOST_CONSTANTS + 2))
+    factor, step = np.empty_like(normal), np.empty(MOST_CONSTANTS + 1)
     for child in range(children.start, children.stop):
         first, length, count = child * width, np.int64(lengths[child]), 0
         own_codes, own_values = codes[first : first + length], values[first : first + length]
         for token in range(length):
-            if own_codes[token] == CONSTANT and count < _MOST_CONSTANTS:
+            if own_codes[token] == CONSTANT and count < MOST_CONSTANTS:
                 tokens[count] = token
                 count += 1
         _run(block, own_codes, own_values, 0, rows, numbers, stack)
-        loss, damping = _screened(block, state, numbers, rows), _FIRST_DAMPING
-        for _ in range(_FIT_ITERATIONS):
+        loss, damping = _screened(block, state, numbers, rows), FIRST_DAMPING
+        for _ in range(state.iterations):
             if not loss < np.inf:
                 break
             _read(state, numbers, columns[count])
             for place in range(count):
                 token = tokens[place]
                 old = own_values[token]
-                own_values[token] += _DIFFERENCE * (abs(old) + _LEAST_SIZE)
+                own_values[token] += DIFFERENCE * (abs(old) + LEAST_SIZE)
                 difference = np.float64(own_values[token]) - np.float64(old)
                 _run(block, own_codes, own_values, 0, rows, numbers, stack)
                 own_values[token] = old
@@ -374,14 +371,14 @@ def fit_chunk(block: int, chunk: int) -> int:
                     columns[place, row] = (columns[place, row] - columns[count, row]) / difference
             size = _normal_equations(block, state, columns[: count + 1], normal)
             better = False
-            for _ in range(_FIT_TRIALS):
+            for _ in range(FIT_TRIALS):
                 if not _solve(normal, size, damping, factor, step):
                     break
                 for place in range(count):
                     token = tokens[place]
                     columns[place, 0] = own_values[token]
                     moved = own_values[token] + step[place]
-                    own_values[token] = max(-_LARGEST_CONSTANT, min(_LARGEST_CONSTANT, moved))
+                    own_values[token] = max(-LARGEST, min(LARGEST, moved))
                 _run(block, own_codes, own_values, 0, rows, numbers, stack)
                 trial = _screened(block, state, numbers, rows)
                 if trial < loss * _BETTER:
@@ -557,7 +554,8 @@ def colony_settings(request: SearchRequest) -> ColonySettings:
     """Return the size of the colony that a request asks for, or that suits a CPU."""
     formulas = request.population or _FORMULAS
     islands = min(request.islands or max(1, formulas // _ISLAND), formulas)
-    return ColonySettings(islands, formulas // islands, request.seed, *_SCHEDULE)
+    iterations = request.fit_iterations
+    return ColonySettings(islands, formulas // islands, request.seed, iterations, *_SCHEDULE)
 
 
 class Children(NamedTuple):
@@ -646,6 +644,7 @@ class CpuColony:
         one["floor"] = LOSS_FLOOR[screening.itemsize]
         one["least_spread"] = LEAST_SPREAD[screening.itemsize]
         one["spread"], one["mean"] = screening.spread, screening.mean
+        one["iterations"] = min(FIT_ITERATIONS, settings.iterations)
 
     def populate(self) -> Steps[None]:
         """Fill all islands with random formulas."""
@@ -710,10 +709,10 @@ class CpuColony:
         closest.ratios[:] = np.inf
         return Scored(genomes, closest.losses[places], places)
 
-    def improve(self, count: int, fit: Callable[[Scored], Steps[None]]) -> Steps[None]:
+    def improve(self, count: int) -> Steps[None]:
         """Fit children since the last call that came close to their places; see `Colony`."""
         found = yield from self.champions(count)
-        if len(found.places):
+        if len(found.places) and self._state["iterations"][0]:
             fitted = yield from self.fitted(found.genomes)
             self.fits += len(fitted)
             yield from self.insert(fitted, found.places)
@@ -744,7 +743,7 @@ class CpuColony:
         yield from self._run(self._work(populate_chunk, self.children, some))
         yield from self._compete(self.children.some(some), math.inf)
 
-    def _compete(self, children: Children, close: float = _CLOSE) -> Steps[None]:
+    def _compete(self, children: Children, close: float = CLOSE) -> Steps[None]:
         """Score children, which take their places where they are better."""
         self._state["close"] = close
         yield from self._run(self._work(screen_chunk, children))

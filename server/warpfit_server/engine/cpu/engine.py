@@ -242,7 +242,8 @@ class CpuEngine:
             units: NDArray[np.int32],
             screening: Screening,
             settings: ColonySettings,
-        ) -> CpuColony:
+        ) -> interface.Steps[CpuColony]:
+            yield None
             matrix = self._dataset(screening.dataset_id).matrix
             kernels = self._kernels[Arithmetic.of(matrix.dtype, Precision.FAST)].addresses
             given = grammar, units, screening, settings

@@ -266,11 +266,13 @@ class CudaEngine:
         yield self._search_code
         yield self._pairs_code
 
-        def new_colony(*given: Any) -> Colony:
-            screening = given[2]
-            kernels = self._interpreter.prepare(variants[screening.itemsize])
+        def new_colony(*given: Any) -> Steps[Colony]:
+            grammar, _, screening, _ = given
+            variant = variants[screening.itemsize]
+            kernels = BACKGROUND.submit(colony.load_kernels, self._device, variant, grammar)
+            yield kernels
             resident = self._resident(screening.dataset_id)
-            return colony.CudaColony(self._device, kernels, resident, cancelled, *given)
+            return colony.CudaColony(self._device, kernels.result(), resident, cancelled, *given)
 
         def new_weigher() -> pairs.CudaWeigher:
             return pairs.CudaWeigher(self._device)

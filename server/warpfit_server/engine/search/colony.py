@@ -20,7 +20,6 @@ generation before alone, so that a seed gives the same search whatever threads a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -44,6 +43,18 @@ SPREADS: Final = (1e-15, 1e15)
 _MANY_ROWS: Final = 256
 _FIRST_PART: Final = 4
 _FIRST_SPREAD: Final = 0.25
+#: Times as large as that of the formula in its place the score of a child on the first rows may be,
+#: so that it is evaluated on the others. What is equal there is most often equal everywhere.
+CLOSE: Final = 1.0 - 1e-6
+#: Most constants of a formula that a quick fit changes; iterations, and steps that are tried in
+#: each; the first damping; and the step of a difference, relative to the size of a constant and at
+#: least of this one.
+MOST_CONSTANTS: Final = 12
+FIT_ITERATIONS: Final = 6
+FIT_TRIALS: Final = 3
+FIRST_DAMPING: Final = 1e-2
+DIFFERENCE: Final = 1e-3
+LEAST_SIZE: Final = 0.1
 #: Registers of the estimate of how many structures have been tried; a power of 2.
 REGISTERS: Final = 1 << 12
 
@@ -142,10 +153,14 @@ class ColonySettings:
     island: int
     """Formulas of an island."""
     seed: int
+    iterations: int
+    """Iterations of a fit, at most."""
     fit_every: int
-    """Generations between two rounds of fits."""
+    """Generations between two rounds of fits of promising children."""
     fits: int
     """Formulas of each island that are fitted then, at most."""
+    round_every: int
+    """Generations between two rounds of all else: pairs, islands that begin anew, the archive."""
     pairs_per_formula: int
     """Pairs that are weighed for each formula that is scored, so that pairs have a share of the
     time."""
@@ -167,11 +182,11 @@ class Colony(Protocol):
 
     width: int
     formulas: int
-    """New formulas that have been scored."""
+    """New formulas that have been scored, fitted ones included."""
     fits: int
-    """Formulas that the colony has fitted by itself."""
+    """Formulas that the colony has fitted."""
     island_scores: NDArray[np.float32]
-    """Best score of each island when `champions` was called last, [islands]; less is better."""
+    """Best score of each island when `improve` was called last, [islands]; less is better."""
 
     def populate(self) -> Steps[None]:
         """Fill all islands with random formulas."""
@@ -188,18 +203,14 @@ class Colony(Protocol):
     def restart(self, island: int) -> Steps[None]:
         """Fill an island with random formulas; the best of each size is kept apart."""
 
-    def champions(self, count: int) -> Steps[Scored]:
-        """Return formulas of each island that are worth a fit, at most ``count``.
+    def improve(self, count: int) -> Steps[None]:
+        """Fit the constants of children that came close to their places, and let them compete.
 
-        None is returned twice as long as it stays in its place.
-        """
-
-    def improve(self, count: int, fit: Callable[[Scored], Steps[None]]) -> Steps[None]:
-        """Fit the constants of promising formulas of each island quickly, and put them back.
+        The fits are quick ones, on the first rows. The children are those of the last generation
+        or of all since the last call.
 
         Args:
             count: of formulas of an island, at most.
-            fit: does that with formulas, for a colony that does not fit them by itself.
         """
 
     def best(self) -> Steps[Scored]:

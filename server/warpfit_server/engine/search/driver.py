@@ -6,7 +6,7 @@ The simple form:
     pair short formulas, and put the best pairs and sums into the islands
     until the budget is used up:
         run some generations
-        fit the constants of promising formulas on a part of the rows, and put them back
+        have the colony fit the constants of promising formulas quickly
         now and then fit the best formula of each size on all screening rows, for the archive
         begin an island anew that makes no progress
         pair the best formulas with short ones, now and then
@@ -50,6 +50,7 @@ from warpfit_server.engine.search.colony import (
 from warpfit_server.engine.search.genome import (
     ALLOWED,
     COMPLEXITY,
+    LARGEST,
     MOST_COLUMNS,
     WIDTH,
     are_allowed,
@@ -66,10 +67,8 @@ Floats = NDArray[np.float64]
 #: Least seconds between two reports, and part of the time that they take where rows are many.
 _REPORT_SECONDS: Final = 1.0
 _REPORT_SHARE: Final = 0.05
-#: Rounds of fits after which the best formula of each size is fitted, too, on all screening rows.
+#: Rounds after which the best formula of each size is fitted on all screening rows.
 _LOOK_EVERY: Final = 4
-#: Iterations of the other fits, which are on the first rows.
-_QUICK_ITERATIONS: Final = 6
 #: Pairs of a step that are fitted.
 _PAIRED: Final = 40
 #: Steps of the search for pairs after which sums are built, too.
@@ -91,8 +90,6 @@ _ROWS_AT_ONCE: Final = 1 << 18
 _FITTED_AT_ONCE: Final = 1_024
 #: Rows by which the ranks of columns are compared.
 _RANKED_ROWS: Final = 4_096
-#: Greatest magnitude of a constant in the colony.
-_LARGEST_CONSTANT: Final = 1e15
 #: Improvement of a loss that counts.
 _BETTER: Final = 1.0 - 1e-9
 _MUL, _ADD = OPERATORS["mul"].code, OPERATORS["add"].code
@@ -102,7 +99,7 @@ def search(
     engine: Engine,
     datasets: Passes,
     request: SearchRequest,
-    new_colony: Callable[..., Colony],
+    new_colony: Callable[..., Steps[Colony]],
     new_weigher: Callable[[], Weigher],
     *,
     settings: ColonySettings,
@@ -115,7 +112,8 @@ def search(
         engine: says how many threads a fit may use.
         datasets: has the data set that the request names.
         request: a checked request.
-        new_colony: makes the engine's colony of grammar, units, screening rows and settings.
+        new_colony: makes the engine's colony of grammar, units, screening rows and settings, once
+            its code has been compiled.
         new_weigher: makes what weighs pairs on the engine's device.
         settings: size of the colony.
         cancelled: [1]; another process sets it to 1 to cancel the search.
@@ -219,7 +217,7 @@ class _Search:
 
     def run(
         self,
-        new_colony: Callable[..., Colony],
+        new_colony: Callable[..., Steps[Colony]],
         new_weigher: Callable[[], Weigher],
         settings: ColonySettings,
     ) -> Steps[SearchProgress]:
@@ -232,14 +230,7 @@ class _Search:
         self._units = new_units(request, self._dataset.layout.variables)
         self._rows = yield from self._load_rows(rows, np.dtype(np.float64))
         self._screening = yield from self._screen(rows, columns)
-        self._first_rows = self._rows
-        if self._screening.first_rows < len(rows):
-            few = rows[: self._screening.first_rows]
-            self._first_rows = yield from self._load_rows(few, np.dtype(np.float64))
-        self._statistics = {
-            each.content_id: TargetStatistics.of_rows(each, slice(0, each.layout.rows))
-            for each in (self._rows, self._first_rows)
-        }
+        self._statistics = TargetStatistics.of_rows(self._rows, slice(0, len(rows)))
         spread = self._check_spread()
         try:
             yield from self._fit_constant()
@@ -247,7 +238,9 @@ class _Search:
                 is_met = self._constant.loss <= self._asked
                 return self._progress(SearchReason.TARGET_LOSS if is_met else SearchReason.IDLE)
             given = self._grammar, self._units, self._screening, settings
-            colony = self._colony = new_colony(*given)
+            waits = time.monotonic()
+            colony = self._colony = yield from new_colony(*given)
+            self._began += time.monotonic() - waits  # time begins when code has been compiled
             reason = yield from self._within_time(self._search(colony, columns, new_weigher))
             if reason is not SearchReason.TARGET_LOSS or not self._has_more_rows:
                 yield from self._fit((yield from colony.best()))
@@ -322,7 +315,8 @@ class _Search:
             self._idle = self._idle + 1 if self._archive.improved == improved else 0
             improved = self._archive.improved
             if self._generations % settings.fit_every == 0:
-                yield from colony.improve(settings.fits, self._fit_quickly)
+                yield from colony.improve(settings.fits)
+            if self._generations % settings.round_every == 0:
                 rounds += 1
                 if rounds % _LOOK_EVERY == 0:
                     yield from self._fit((yield from colony.best()))
@@ -664,35 +658,24 @@ class _Search:
 
     # --------------------------------------------------------------------------------------- fits
 
-    def _fit(self, found: Scored, *, quick: bool = False) -> Steps[None]:
-        """Fit formulas, and put them back; on all screening rows, and into the archive, or quickly.
-
-        A quick fit is one of few iterations on the first rows. It says whether a formula is worth
-        its place, where it is compared on all screening rows.
-        """
+    def _fit(self, found: Scored) -> Steps[None]:
+        """Fit formulas on all screening rows, and put them into the archive and their places."""
         for first in range(0, len(found.genomes), _FITTED_AT_ONCE):
             some = slice(first, first + _FITTED_AT_ONCE)
             genomes, losses, places = found
-            yield from self._fit_some(Scored(genomes.take(some), losses[some], places[some]), quick)
+            yield from self._fit_some(Scored(genomes.take(some), losses[some], places[some]))
 
-    def _fit_quickly(self, found: Scored) -> Steps[None]:
-        yield from self._fit(found, quick=True)
-
-    def _fit_some(self, found: Scored, quick: bool) -> Steps[None]:
+    def _fit_some(self, found: Scored) -> Steps[None]:
         genomes = found.genomes
         batch = self._with_parameters(genomes)
-        iterations = self._request.fit_iterations
-        if quick:
-            iterations = min(iterations, _QUICK_ITERATIONS)
-        rows = self._first_rows if quick else self._rows
-        result = yield from self._optimize(rows, batch, iterations)
+        result = yield from self._optimize(self._rows, batch, self._request.fit_iterations)
         self._fits += len(batch)
         losses = self._signed(result.losses.reshape(-1))
         inside = np.arange(genomes.codes.shape[1]) < genomes.lengths[:, None]
         codes = genomes.codes.astype(np.int64)
         sizes = np.where(inside, self._grammar[COMPLEXITY + codes], 0).sum(axis=1)
         starts = batch.parameter_starts
-        for row in range(0 if quick else len(batch)):
+        for row in range(len(batch)):
             if self._archive.wants(int(sizes[row]), float(losses[row])):
                 program, own = (
                     batch[row : row + 1],
@@ -706,7 +689,7 @@ class _Search:
             is_inner[starts[1:] - behind] = False
         fitted = genomes.values.astype(np.float64)
         fitted[is_number] = result.parameters[is_inner]
-        is_small = (np.abs(np.where(is_number, fitted, 0.0)) <= _LARGEST_CONSTANT).all(axis=1)
+        is_small = (np.abs(np.where(is_number, fitted, 0.0)) <= LARGEST).all(axis=1)
         # A colony has no room for what other operators than its own need.
         known = (self._grammar[ALLOWED + codes] == 1) | (codes < FIRST_OPERATOR) | ~inside
         is_back = (found.places >= 0) & np.isfinite(losses) & is_small & known.all(axis=1)
@@ -783,7 +766,7 @@ class _Search:
             evaluate=self._datasets.evaluate,
             dataset=rows,
             cancelled=self._cancelled,
-            statistics=self._statistics.get(rows.content_id),
+            statistics=self._statistics if rows is self._rows else None,
             deadline=deadline,
             threads=self._engine.threads,
         )

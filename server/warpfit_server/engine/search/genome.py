@@ -155,15 +155,14 @@ _ONE: Final = np.uint64(1)
 _FULL_TURN: Final = 1 << 24
 #: Tokens of which a random formula is made at most where one is put into another.
 _GRAFT: Final = 6
-#: Children that are made until one has not been tried, one of so many fathers comes from another
-#: island, and times that a structure with constants is tried before it counts as tried.
+#: Children that are made until one has not been tried, and one of so many fathers comes from
+#: another island.
 _ATTEMPTS: Final = 4
 _MIGRANTS: Final = 400
-_TRIES: Final = 3
 #: Random formulas that are tried for a place.
 _TRIALS: Final = 20
 #: Greatest magnitude of a constant: its square is a number of float32.
-_LARGEST: Final = 1e15
+LARGEST: Final = 1e15
 
 
 # ------------------------------------------------------------------------------------ the grammar
@@ -568,7 +567,7 @@ def change_tokens(
                 value: Real = values[token] * (1.0 + step * normal(random))
                 if draw(random, 4) == 0:
                     value = value + step * normal(random)
-                values[token] = max(-_LARGEST, min(_LARGEST, value))
+                values[token] = max(-LARGEST, min(LARGEST, value))
         return
     arity: Int = grammar[ARITY + codes[place]]
     code: Int = 0
@@ -683,7 +682,7 @@ def simplify(
                 if code == SUB and grammar[ALLOWED + ADD] == 1:
                     code = ADD
                     number = -number
-                elif code == DIV and grammar[ALLOWED + MUL] == 1 and abs(number) > 1.0 / _LARGEST:
+                elif code == DIV and grammar[ALLOWED + MUL] == 1 and abs(number) > 1.0 / LARGEST:
                     code = MUL
                     number = 1.0 / number
                 commutes = code == ADD or code == MUL
@@ -695,7 +694,7 @@ def simplify(
                             number = values[middle - 2] * number
                         at -= 2
                         middle -= 2
-                if not (abs(number) <= _LARGEST):
+                if not (abs(number) <= LARGEST):
                     return 0
                 values[middle] = number
                 if (code == ADD and number == 0.0) or (code == MUL and number == 1.0):
@@ -717,7 +716,7 @@ def simplify(
             if ((code == NEG or code == INV) and inner == code) or (code == LOG and inner == EXP):
                 at -= 1
                 is_written = False
-        if code == CONSTANT and not (abs(value) <= _LARGEST):
+        if code == CONSTANT and not (abs(value) <= LARGEST):
             return 0
         height += 1 - arity
         work[height - 1] = start
@@ -961,15 +960,6 @@ def structure_hash(
     return found
 
 
-@portable
-def has_constants(codes: Bytes, place: Int, length: Int) -> Bool:
-    """Return whether a genome has a constant."""
-    for token in range(place, place + length):
-        if codes[token] == CONSTANT:
-            return True
-    return False
-
-
 # ----------------------------------------------------------------------------------- a generation
 
 
@@ -1053,8 +1043,8 @@ def breed(
 ) -> Int:
     """Write the child that will compete for the place of a formula; return its length, or 0.
 
-    A child whose structure has been tried lately is given up, and another one is made. One with
-    constants may come again about `_TRIES` times, each time with other numbers.
+    A child whose structure has been tried lately is given up, and another one is made: its numbers
+    are left to the fits.
 
     Args:
         grammar: from `new_grammar`.
@@ -1101,8 +1091,6 @@ def breed(
         if not is_allowed(grammar, units, child_codes, child_values, place, length, work):
             continue
         word: Word = structure_hash(grammar, child_codes, child_values, place, length, words)
-        if has_constants(child_codes, place, length):
-            word = word + np.uint64(draw(random, _TRIES)) * _GOLDEN
         if (tried[np.int64(word & mask)] & _LAST44) != word >> _S20:
             return length
     return 0

@@ -345,19 +345,7 @@ def lower(
     status = status or record(driver, stream, started)
     if apart != 0:
         status = status or _join_parts(driver, stream, kernel, batch, parts[: len(places)])
-    return status or _lower_uploaded(driver, stream, kernel, batch)
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def lower_resident(driver: NDArray[np.void], stream: int, kernels: Any, batch: NDArray[Any]) -> int:
-    """Lower a batch that is on the device, and compute its row-invariant subtrees; as `lower`."""
-    return int(_lower_uploaded(driver, stream, kernels[0], batch))
-
-
-@inlined
-def _lower_uploaded(driver: Any, stream: int, kernel: Any, batch: Any) -> int:
-    one = batch[0]
-    status = launch_lowering(driver, stream, kernel, batch)
+    status = status or launch_lowering(driver, stream, kernel, batch)
     status = status or launch_order(driver, stream, kernel, batch)
     width, height = _SLOT_THREADS
     grid = -(-one.count // height), min(-(-one.vectors // width), _MAX_GRID_Y)
@@ -568,7 +556,6 @@ def load() -> None:
     # They are compiled and not called: there may be no device.
     for function, given in (
         (lower, (driver, 0, places, 0, np.zeros(1, PART), limits, batch, 0)),
-        (lower_resident, (driver, 0, limits, batch)),
         (run_jobs, (driver, 0, limits, batch, tiles, jobs, 0, 0)),
         (lay_out, (0, 0, 0)),
     ):

@@ -1,50 +1,51 @@
 """The colony of a search on a GPU; `colony.cu` has its kernels, in the order of their launches.
 
-    for each chunk of the children: breed, find starts, pack, lower, interpret, score
+    for each chunk of the children: breed, screen
     for each chunk: keep; then note the best of each size
+    now and then: fit the children that came closest to their places, and keep those
 
-The host sends a few numbers with each launch, and gets formulas only when it asks for champions or
-for the best of each size. A chunk is a step of the engine's loop.
+Formulas are run token by token where they are bred, a warp each, first on a part of the rows, as
+those of the CPU's colony are. The host sends a few numbers with each launch, and gets formulas only
+when it asks for the best of each size. A chunk is a step of the engine's loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from importlib import resources
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import CancelledError
-from warpfit.ops import OPERATORS, VARIABLE
+from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
 from warpfit.searching import SearchRequest
-from warpfit_server.engine.cuda.interpreter.launches import (
-    BatchBounds,
-    as_jobs,
-    configure_launch,
-    cut_tiles,
-    lay_out,
-    lower_resident,
-    max_levels,
-    max_slots,
-    new_batch,
-    run_jobs,
+from warpfit_server.engine.cuda.interpreter.source import (
+    Variant,
+    is_costly,
+    operator_functions,
+    source_of,
 )
-from warpfit_server.engine.cuda.interpreter.source import Variant, operator_functions, source_of
-from warpfit_server.engine.cuda.interpreter.tier import InterpreterKernels
+from warpfit_server.engine.cuda.math.prelude import operator_source
 from warpfit_server.engine.cuda.runtime.compiler import CudaSource
 from warpfit_server.engine.cuda.runtime.datasets import ResidentDataset
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.driver_calls import DRIVER, argument_struct, launch
 from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.arguments import array_address
 from warpfit_server.engine.search import genome
 from warpfit_server.engine.search.colony import (
+    CLOSE,
+    DIFFERENCE,
+    FIRST_DAMPING,
+    FIT_ITERATIONS,
+    FIT_TRIALS,
+    LEAST_SIZE,
     LEAST_SPREAD,
     LOSS_FLOOR,
+    MOST_CONSTANTS,
     REGISTERS,
     SPREADS,
     ColonySettings,
@@ -63,33 +64,37 @@ _WIDTHS: Final = (64, 128, genome.MOST_TOKENS)
 #: Formulas of a colony and of an island, where a request does not say.
 _FORMULAS: Final = 1 << 17
 _ISLAND: Final = 512
-#: Generations between two rounds of fits, formulas of an island that are fitted then, pairs for
-#: each formula, and pairs that take as long as what else a step for pairs does, for which the
-#: device waits.
-_SCHEDULE: Final = (8, 1, 24, 1 << 30)
-#: Formulas of a chunk, which takes less than a millisecond.
+#: Generations between two rounds of fits, formulas of an island that are fitted then, generations
+#: between two rounds of all else, pairs for each formula, and pairs that take as long as what else
+#: a step for pairs does, for which the device waits.
+_SCHEDULE: Final = (1, 64, 8, 24, 1 << 30)
+#: Formulas of a chunk, which takes about a millisecond, and rows of all of them.
 _CHUNK: Final = 1 << 16
-#: Formulas whose work is given to the device before the host waits for it: some 2 ms.
-_AT_ONCE: Final = 1 << 17
+_ROWS_IN_CHUNK: Final = 1 << 26
+#: Formulas and rows whose work is given to the device before the host waits for it: some 2 ms.
+_ROWS_AT_ONCE: Final = 1 << 27
 #: Places of the table of structures that were tried; a power of 2.
 _TRIED: Final = 1 << 25
 _THREADS: Final = 128
-#: Programs that one block sorts by length before they are interpreted.
-_SORTED: Final = 4096
-_SCAN_THREADS: Final = 1024
+#: Rows that a fit looks at, which lie in shared memory, and bytes of a row's values in a block.
+_FIT_ROWS: Final = 128
+_FIT_BYTES: Final = 256
+#: Children that take about as long to be bred and screened as one fit.
+_FITTED_FOR: Final = 4
 #: Names of the kernels.
 KERNELS: Final = (
-    *(
-        "populate",
-        "breed_children",
-        "sum_lengths",
-        "find_starts",
-        "pack_programs",
-        "score_children",
-    ),
-    *("keep_children", "note_best", "choose_champions", "gather", "empty_places"),
+    *("populate", "breed_children", "screen_children", "keep_children", "fit_children"),
+    *("note_best", "score_islands", "empty_places"),
 )
 _compiled = numba_cache.njit(nogil=True)
+
+
+class Kernels(NamedTuple):
+    """The kernels of a colony on a device."""
+
+    variant: Variant
+    functions: dict[str, Any]
+    """By name."""
 
 
 def colony_source(variant: Variant, width: int) -> CudaSource:
@@ -97,30 +102,55 @@ def colony_source(variant: Variant, width: int) -> CudaSource:
     numbers: dict[str, int | str] = {
         "MOST_WIDTH": width,
         "WIDTH": genome.WIDTH,
+        "COMPLEXITY": genome.COMPLEXITY,
+        "CONSTANT_CODE": CONSTANT,
         "VARIABLE_CODE": VARIABLE,
-        "SCAN_THREADS": _SCAN_THREADS,
-        "LEAST_DEVIATION": SPREADS[0],  # type: ignore[dict-item]
-        "MOST_DEVIATION": SPREADS[1],  # type: ignore[dict-item]
+        "LEAST_DEVIATION": repr(SPREADS[0]),
+        "MOST_DEVIATION": repr(SPREADS[1]),
         "BETTER": "(1.0 - 1e-6)",
+        "FIT_ROWS": _FIT_ROWS,
+        "FIT_THREADS": _FIT_BYTES // variant.dtype.itemsize,
+        "FIT_TRIALS": FIT_TRIALS,
+        "MOST_CONSTANTS": MOST_CONSTANTS,
+        "FIRST_DAMPING": repr(FIRST_DAMPING),
+        "DIFFERENCE": f"{DIFFERENCE!r}f",
+        "LEAST_SIZE": f"{LEAST_SIZE!r}f",
+        "LARGEST_CONSTANT": repr(genome.LARGEST),
     }
-    scalars = [
-        f"    case {row.code}: return (float)op_{row.name}({', '.join(row.operands)});"
-        for row in OPERATORS.values()
-    ]
+    called, scalars, cases = [], [], []
+    for row in OPERATORS.values():
+        name, given = f"op_{row.name}", ", ".join(row.operands)
+        if is_costly(operator_source(row, variant.arithmetic), variant):
+            # Once, because it would be written for each use and each row of a thread.
+            parameters = ", ".join(f"real {operand}" for operand in row.operands)
+            call = f"{{ return op_{row.name}({given}); }}"
+            name = f"long_{row.name}"
+            called.append(f"__device__ __noinline__ real {name}({parameters}) {call}")
+        scalars.append(f"    case {row.code}: return (float){name}({given});")
+        shape = ("UNARY", "BINARY", "TERNARY")[row.arity - 1]
+        cases.append(f"      case {row.code}: {shape}({name})")
     portable = cuda_source(
         genome.first_formula, genome.breed, genome.structure_hash, genome.tried_mark,
         genome.start_random,
     )  # fmt: skip
     template = "\n".join(operator_functions(variant.arithmetic)) + _TEMPLATE
-    text = source_of(variant, numbers, template, {"SCALARS": scalars, "GENOME": [portable]})
-    return CudaSource(text, variant.options)
+    parts = {"CALLED": called, "SCALARS": scalars, "CASES": cases, "GENOME": [portable]}
+    return CudaSource(source_of(variant, numbers, template, parts), variant.options)
 
 
 def colony_settings(request: SearchRequest) -> ColonySettings:
     """Return the size of the colony that a request asks for, or that suits a GPU."""
     formulas = request.population or _FORMULAS
     islands = min(request.islands or max(1, formulas // _ISLAND), formulas)
-    return ColonySettings(islands, formulas // islands, request.seed, *_SCHEDULE)
+    iterations = request.fit_iterations
+    return ColonySettings(islands, formulas // islands, request.seed, iterations, *_SCHEDULE)
+
+
+def load_kernels(device: CudaDevice, variant: Variant, grammar: NDArray[np.int32]) -> Kernels:
+    """Load the kernels for an arithmetic and for the genomes of a grammar, or compile them."""
+    width = next(most for most in _WIDTHS if most >= grammar[genome.WIDTH])
+    module = colony_source(variant, width).load(device)
+    return Kernels(variant, {name: module.get_function(name) for name in KERNELS})
 
 
 @_compiled  # type: ignore[untyped-decorator]
@@ -143,7 +173,7 @@ class CudaColony:
 
     Args:
         device: the device.
-        kernels: of the interpreter, for the arithmetic of the screening rows.
+        kernels: for the arithmetic of the screening rows.
         resident: the screening rows on the device.
         cancelled: as in `interface.Outputs`.
         grammar: from `genome.new_grammar`.
@@ -158,7 +188,7 @@ class CudaColony:
     def __init__(
         self,
         device: CudaDevice,
-        kernels: InterpreterKernels,
+        kernels: Kernels,
         resident: ResidentDataset,
         cancelled: NDArray[np.uint8],
         grammar: NDArray[np.int32],
@@ -166,78 +196,63 @@ class CudaColony:
         screening: Screening,
         settings: ColonySettings,
     ) -> None:
-        self._device, self._kernels, self._resident = device, kernels, resident
-        self._settings, self._screening, self._cancelled = settings, screening, cancelled
-        self.width, self.formulas, self.fits = int(grammar[genome.WIDTH]), 0, 0
+        self._device, self._settings, self._cancelled = device, settings, cancelled
+        self._kernels, self._resident = kernels, resident
+        self.width = int(grammar[genome.WIDTH])
+        self.formulas = self.fits = 0
         self.island_scores = np.full(settings.islands, np.inf, np.float32)
         self._sizes = int(grammar[genome.MAX_SIZE]) + 1
-        width = next(most for most in _WIDTHS if most >= self.width)
-        module = colony_source(kernels.variant, width).load(device)
-        # No program needs more levels than others have, for which it would have to come first.
-        levels = max_levels(self.width, bool(grammar[genome.HAS_ARITY + 3]))
-        allowed = np.flatnonzero(grammar[genome.ALLOWED : genome.ALLOWED + 256])
-        costly = any(kernels.costly >> int(code) & 1 for code in allowed)
-        self._bounds = BatchBounds(levels, levels, costly)
-        self._functions = {name: module.get_function(name) for name in KERNELS}
+        rows = len(screening.target)
+        self._chunk = max(_THREADS, min(_CHUNK, settings.formulas, _ROWS_IN_CHUNK // rows))
         self._context = device.new_stream()
         self._memory: list[Any] = []
         self._scored = 0
-        self._own = self._record(grammar, units)
+        self._own = self._record(grammar, units, screening)
 
-    def _record(self, grammar: NDArray[np.int32], units: NDArray[np.int32]) -> NDArray[Any]:
+    def _record(
+        self, grammar: NDArray[np.int32], units: NDArray[np.int32], screening: Screening
+    ) -> NDArray[Any]:
         """Allocate the colony, and return the record of `COLONY` that describes it."""
-        settings, screening = self._settings, self._screening
+        settings = self._settings
         count, sizes, width = settings.formulas, self._sizes, self.width
-        self._tiles = cut_tiles(
-            self._resident, (0, len(screening.target)), None, self._kernels.variant
-        )
-        pitch = int(self._tiles["count"][0]) * self._kernels.variant.tile
-        chunk = min(_CHUNK, count)
         own = np.zeros(1, COLONY)
         for name, size in {
             "codes": count * width, "values": 4 * count * width, "lengths": 4 * count,
-            "losses": 4 * count, "scores": 4 * count, "is_new": count,
+            "scores": 4 * count, "early_scores": 4 * count,
             "child_codes": count * width, "child_values": 4 * count * width,
-            "child_lengths": 4 * count, "child_losses": 4 * count, "hashes": 8 * count,
-            "tried": 8 * _TRIED, "registers": 4 * REGISTERS, "best_codes": sizes * width,
+            "child_lengths": 4 * count, "child_losses": 4 * count, "child_early": 4 * count,
+            "ratios": 4 * count, "hashes": 8 * count, "tried": 8 * _TRIED,
+            "registers": 4 * REGISTERS, "fits": 8, "best_codes": sizes * width,
             "best_values": 4 * sizes * width, "best_lengths": 4 * sizes,
-            "numbers": chunk * pitch * self._kernels.variant.dtype.itemsize,
-            "chosen": 4 * max(settings.islands, sizes),
-            "out_codes": settings.islands * width, "out_values": 4 * settings.islands * width,
-            "out_lengths": 4 * settings.islands, "out_losses": 4 * settings.islands,
             "island_scores": 4 * settings.islands,
-            "block_lengths": 4 * _SCAN_THREADS,
         }.items():  # fmt: skip
             own[name] = self._allocate(size)
+        target = screening.target - (screening.mean if screening.fitted == 2 else 0.0)
         given: dict[str, NDArray[Any]] = {
             "grammar": grammar,
             "units": units,
             "best_keys": np.full(sizes, 2**64 - 1, np.uint64),
             "best_losses": np.full(sizes, np.inf, np.float32),
+            "best_early": np.full(sizes, np.inf, np.float32),
             "parsimony": settings.parsimony(),
-            "target": screening.target,
+            "target": target,
             "weights": screening.weights,
         }
         for name, array in given.items():
             own[name] = self._allocate(array.nbytes)
             self._upload(int(own[name][0]), array)
-        layout = lay_out(chunk * width, chunk, 0)
-        batch = self._allocate(layout.end)
-        slots = max_slots(chunk * width, chunk) * self._kernels.variant.dtype.itemsize
-        self._batch_address, self._slots_address = batch, self._allocate(slots)
-        own["starts"], own["packed_codes"] = batch + layout.starts, batch + layout.codes
-        own["packed_values"] = batch + layout.values
-        self._context.clear(batch + layout.parameter_starts, 4 * (chunk + 1))
         own["seed"], own["mask"], own["formulas"] = settings.seed, _TRIED - 1, count
         own["island"], own["islands"], own["sizes"] = settings.island, settings.islands, sizes
-        own["rows"], own["pitch"] = len(screening.target), pitch
-        own["fitted"] = screening.fitted
-        own["mean"], own["spread"] = screening.mean, screening.spread
+        own["matrix"], own["pitch"] = self._resident.columns.data.ptr, self._resident.stride
+        own["rows"], own["first_rows"] = len(target), screening.first_rows
+        own["fitted"], own["spread"] = screening.fitted, screening.spread
         own["floor"] = LOSS_FLOOR[screening.itemsize]
         own["least_spread"] = LEAST_SPREAD[screening.itemsize]
-        self._first_invalid = self._context.pinned("first invalid", 4 * chunk)
-        self._chunk = chunk
-        self._places = self._allocate(4 * chunk)
+        weights, target = (array[: screening.first_rows] for array in (screening.weights, target))
+        own["first_weight"], own["first_target"] = weights.sum(), weights @ target
+        own["first_squares"] = weights @ np.square(target)
+        own["iterations"] = min(FIT_ITERATIONS, settings.iterations)
+        self._places = self._allocate(4 * self._chunk)
         return own
 
     def populate(self) -> Steps[None]:
@@ -250,19 +265,19 @@ class CudaColony:
 
     def advance(self) -> Steps[None]:
         """Run a generation."""
-        yield from self._generation("breed_children", 0, self._settings.formulas)
+        yield from self._generation("breed_children", 0, self._settings.formulas, CLOSE)
 
     def _renew(self, first: int, count: int) -> Steps[None]:
         self._launch("empty_places", first, count, count)
-        yield from self._generation("populate", first, count)
+        yield from self._generation("populate", first, count, math.inf)
 
-    def _generation(self, kernel: str, first: int, count: int) -> Steps[None]:
+    def _generation(self, kernel: str, first: int, count: int, close: float) -> Steps[None]:
         """Have a kernel write children, which take the places of worse formulas."""
         self._own["generation"] += np.uint64(1)
         for start in range(first, first + count, self._chunk):
             size = min(self._chunk, first + count - start)
             self._launch(kernel, start, size, size)
-            yield from self._score(start, size)
+            yield from self._screen(start, size, close)
         for start in range(first, first + count, self._chunk):
             size = min(self._chunk, first + count - start)
             self._launch("keep_children", start, size, 32 * size)
@@ -282,8 +297,8 @@ class CudaColony:
             self._upload(int(own["child_lengths"][0]), some.lengths)
             self._upload(int(own["hashes"][0]), np.zeros(count, np.uint64))
             self._upload(self._places, places[part].astype(np.int32))
-            yield from self._score(0, count)
             own["places"] = self._places
+            yield from self._screen(0, count, math.inf)
             self._launch("keep_children", 0, count, 32 * count)
             own["places"] = 0
             self._launch("note_best", 0, self._sizes, 32 * self._sizes, 32)
@@ -291,26 +306,23 @@ class CudaColony:
             self.formulas += count
         return losses
 
-    def champions(self, count: int) -> Steps[Scored]:
-        """Return the best formula of each island that has not been returned."""
-        islands, own = self._settings.islands, self._own
-        self._launch("choose_champions", 0, islands, _THREADS * islands)
-        self._launch("gather", 0, islands, 32 * islands, 32)
+    def improve(self, count: int) -> Steps[None]:
+        """Fit children of the last generation that came close to their places; see `Colony`."""
+        own, islands, island = self._own, self._settings.islands, self._settings.island
+        if count and own["iterations"]:
+            own["group"] = group = max(1, island // count)
+            groups, most = islands * -(-island // group), max(1, self._chunk // _FITTED_FOR)
+            threads = _FIT_BYTES // self._kernels.variant.dtype.itemsize
+            for first in range(0, groups, most):
+                some = min(most, groups - first)
+                self._launch("fit_children", first, some, 32 * some, threads)
+                yield from self._done()
+            self._launch("note_best", 0, self._sizes, 32 * self._sizes, 32)
+        self._launch("score_islands", 0, islands, _THREADS * islands)
         read = self._download
         self.island_scores = yield from read(int(own["island_scores"][0]), islands, np.float32)
-        places = yield from read(int(own["chosen"][0]), islands, np.int32)
-        codes = yield from read(int(own["out_codes"][0]), islands * self.width, np.uint8)
-        values = yield from read(int(own["out_values"][0]), islands * self.width, np.float32)
-        lengths = yield from read(int(own["out_lengths"][0]), islands, np.int32)
-        losses = yield from read(int(own["out_losses"][0]), islands, np.float32)
-        found = np.flatnonzero(places >= 0)
-        matrix = codes.reshape(islands, -1), values.reshape(islands, -1)
-        genomes = Genomes(matrix[0][found], matrix[1][found], lengths[found])
-        return Scored(genomes, losses[found], places[found].astype(np.int64))
-
-    def improve(self, count: int, fit: Callable[[Scored], Steps[None]]) -> Steps[None]:
-        """Have the best new formula of each island fitted; see `Colony`."""
-        yield from fit((yield from self.champions(count)))
+        fits = int((yield from read(int(own["fits"][0]), 1, np.uint64))[0])
+        self.formulas, self.fits = self.formulas + fits - self.fits, fits
 
     def best(self) -> Steps[Scored]:
         """Return the best formula of each size."""
@@ -338,44 +350,23 @@ class CudaColony:
         self._memory.clear()
         self._context.release()
 
-    def _score(self, first: int, count: int) -> Steps[None]:
-        """Evaluate children on the screening rows, and fill in their losses."""
-        for kernel in ("sum_lengths", "find_starts"):
-            self._launch(kernel, first, count, count, _SCAN_THREADS)
-        self._launch("pack_programs", first, count, 32 * count)
-        self._interpret(count)
-        self._launch("score_children", first, count, 32 * count)
-        self._scored += count
-        if self._scored >= _AT_ONCE:
+    def _screen(self, first: int, count: int, close: float) -> Steps[None]:
+        """Find the losses of children; those that are not close to their places have none."""
+        self._own["close"] = close
+        self._launch("screen_children", first, count, 32 * count)
+        self._scored += count * int(self._own["rows"][0])
+        if self._scored >= _ROWS_AT_ONCE:
             self._scored = 0
             yield from self._done()
         if self._cancelled[0]:
             raise CancelledError("the search was cancelled", "CANCELLED")
-
-    def _interpret(self, count: int) -> None:
-        """Lower the packed programs, and compute their values."""
-        context, kernels = self._context, self._kernels
-        variables = self._resident.dataset.layout.variables
-        batch = new_batch(
-            (self._chunk * self.width, self._chunk, 0, 1), variables, self._batch_address,
-            self._slots_address, array_address(self._first_invalid.view(np.uint32)),
-        )  # fmt: skip
-        batch["count"] = count
-        configure_launch(batch, kernels.record, self.width, *self._bounds, _SORTED)
-        driver = context.functions, context.handle
-        context.check_executed(lower_resident(*driver, kernels.record, batch))
-        jobs = as_jobs((0, count), int(self._own["numbers"][0]), 0)
-        event = context.event("interpreted").ptr
-        context.check_executed(
-            run_jobs(*driver, kernels.record, batch, self._tiles, jobs, 0, event)
-        )
 
     def _launch(
         self, name: str, first: int, count: int, threads: int, block: int = _THREADS
     ) -> None:
         """Launch a kernel on ``count`` children, or other things, from ``first`` on."""
         self._own["first"], self._own["count"] = first, count
-        context, kernel = self._context, self._functions[name].ptr
+        context, kernel = self._context, self._kernels.functions[name].ptr
         blocks = -(-threads // block)
         given = context.functions, context.handle, kernel, blocks, block, self._own
         context.check_executed(launch_colony(*given))

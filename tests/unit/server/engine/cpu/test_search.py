@@ -17,6 +17,7 @@ from support.engines.searches import (
     inner_trees,
     programs_of,
 )
+from support.suites.searches import test_near_misses_are_fitted  # noqa: F401
 from warpfit.dataset import Dataset
 from warpfit.errors import InvalidArgumentError, UnimplementedError
 from warpfit.expressions.reference import evaluate_program
@@ -144,7 +145,7 @@ def colony_of(engine, rows, dtype="float64", fitted=2):
         data.matrix, kernels, engine.run_in_steps, np.zeros(1, np.uint8),
         new_grammar(asked, [range(3)]), new_units(asked, 3),
         Screening(data.content_id, y, weights, np.dtype(dtype).itemsize, fitted),
-        ColonySettings(4, 25, 3, 4, 1, 0, 1),
+        ColonySettings(4, 25, 3, 15, 4, 1, 4, 0, 1),
     )  # fmt: skip
     run_to_end(colony.populate())
     yield colony, X, y, weights

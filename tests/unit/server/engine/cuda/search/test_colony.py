@@ -9,6 +9,7 @@ from support.suites.searches import (  # noqa: F401
     test_a_formula_that_is_better_takes_a_place,
     test_a_search_has_the_same_front_again,
     test_formulas_of_a_colony_keep_to_units,
+    test_near_misses_are_fitted,
     test_sizes_on_a_device,
     test_small_colonies_on_a_device,
 )
