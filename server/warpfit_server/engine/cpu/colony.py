@@ -176,16 +176,11 @@ def breed_chunk(block: int, chunk: int) -> int:
     scratch = np.zeros(width, np.uint64)
     for formula in range(formulas.start, formulas.stop):
         start_random(random, state.seed, state.generation, np.uint64(formula))
-        length = breed(
+        child_lengths[formula] = breed(
             grammar, units, random, codes, values, lengths, scores, state.formulas,
-            state.island, formula, child_codes, child_values, tried, np.uint64(len(tried) - 1),
-            work, scratch,
+            state.island, formula, child_codes, child_values, hashes, tried,
+            np.uint64(len(tried) - 1), work, scratch,
         )  # fmt: skip
-        child_lengths[formula] = length
-        if length > 0:
-            hashes[formula] = structure_hash(
-                grammar, child_codes, child_values, formula * width, np.int64(length), scratch
-            )
     return FINISHED if len(scratch) > 0 else FAILED
 
 

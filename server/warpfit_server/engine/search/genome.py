@@ -1036,6 +1036,7 @@ def breed(
     formula: Int,
     child_codes: Bytes,
     child_values: Reals,
+    hashes: Words,
     tried: Words,
     mask: Word,
     work: Integers,
@@ -1059,6 +1060,7 @@ def breed(
         formula: whose place it is.
         child_codes: of all children, laid out as ``codes``.
         child_values: likewise.
+        hashes: of the children's structures; that of this one is written.
         tried: hashes of structures, each in the place that its last bits say.
         mask: number of places of ``tried`` - 1.
         work: memory for as many numbers as a genome has tokens.
@@ -1092,6 +1094,7 @@ def breed(
             continue
         word: Word = structure_hash(grammar, child_codes, child_values, place, length, words)
         if (tried[np.int64(word & mask)] & _LAST44) != word >> _S20:
+            hashes[formula] = word
             return length
     return 0
 

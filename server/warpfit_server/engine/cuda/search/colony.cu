@@ -110,14 +110,10 @@ extern "C" __global__ void __launch_bounds__(128) breed_children(
   const int formula = own.first + index;
   start_random(random, own.seed, own.generation, formula);
   int* const grammar = own.grammar;
-  const int length = breed(grammar, own.units, random, own.codes, own.values, own.lengths, own.scores,
-                           own.formulas, own.island, formula, own.child_codes, own.child_values,
-                           own.tried, own.mask, work, words);
-  own.child_lengths[formula] = length;
-  if (length > 0) {
-    own.hashes[formula] = structure_hash(grammar, own.child_codes, own.child_values,
-                                         formula * grammar[WIDTH], length, words);
-  }
+  own.child_lengths[formula] = breed(
+      grammar, own.units, random, own.codes, own.values, own.lengths, own.scores, own.formulas,
+      own.island, formula, own.child_codes, own.child_values, own.hashes, own.tried, own.mask, work,
+      words);
 }
 
 // ---------------------------------------------------------------------------------------- values

@@ -487,7 +487,7 @@ def test_children_are_simplified_and_allowed(both, rules, units, form, seed):
         codes, values, lengths = rows_of(grammar, formulas)
         child_codes, child_values, child_lengths = rows_of(grammar, formulas)
         tried, work = np.zeros(1 << 10, np.uint64), np.zeros(width, np.int32)
-        words, made = np.zeros(width, np.uint64), []
+        words, hashes, made = np.zeros(width, np.uint64), np.zeros(formulas, np.uint64), []
         for formula in range(formulas):
             lengths[formula] = own.call(
                 "first_formula", grammar, own_units, own.random(seed, 0, formula),
@@ -499,7 +499,7 @@ def test_children_are_simplified_and_allowed(both, rules, units, form, seed):
                 child_lengths[formula] = own.call(
                     "breed", grammar, own_units, own.random(seed, generation, formula),
                     codes.reshape(-1), values.reshape(-1), lengths, scores, formulas, 4, formula,
-                    child_codes.reshape(-1), child_values.reshape(-1), tried,
+                    child_codes.reshape(-1), child_values.reshape(-1), hashes, tried,
                     np.uint64(len(tried) - 1), work, words,
                 )  # fmt: skip
             marks = []
@@ -511,8 +511,8 @@ def test_children_are_simplified_and_allowed(both, rules, units, form, seed):
                 assert keeps_rules(tree, request)
                 assert keeps_units(tree, request)
                 word = own.structure_hash(grammar, [tree])
-                if CONSTANT not in tokens_of[0]:
-                    assert tried[word & len(tried) - 1] & np.uint64((1 << 44) - 1) != word >> 20
+                assert hashes[row] == word
+                assert tried[word & len(tried) - 1] & np.uint64((1 << 44) - 1) != word >> 20
                 marks.append(word)
             for word in marks:
                 place = word & len(tried) - 1
