@@ -426,7 +426,8 @@ class Client:
             parameters: for each expression its parameters [n]; they become constants.
             **options: ``tolerance`` (0.01: a loss may grow by one percent, or by what is nothing
                 but rounding errors), ``loss`` ("mse" by default), ``snap`` ("constants" by default,
-                "numbers" without pi and e, or False), ``assume_defined``, ``rows``,
+                "numbers" without pi and e, or False), ``assume_defined``, ``allows`` (a function
+                of a program: what it refuses is not made of a formula), ``rows``,
                 ``precision``, ``tier``, ``timeout``.
 
         Returns:

@@ -62,6 +62,16 @@ def test_what_a_simplification_makes_keeps_to_the_constraints(search, rule):
             assert equation.equation.count("sin(") - equation.equation.count("asin(") <= 1
 
 
+def test_a_rule_against_the_shortest_form_leaves_no_terms_of_rounding_errors(search):
+    x = np.random.default_rng(3).uniform(0, 10, 200)[:, None]
+    guess = "0.9999999999999996*cos(sin(x1) + 4.71238898038459) - 4.6e-14*sin(x1)^2 + 9.9e-14"
+    rule = {"nesting": {"sin": {"sin": 0}}}
+    model = search(constraints=rule, guesses=[guess]).fit(x, np.sin(np.sin(x[:, 0])))
+    assert min(equation.loss for equation in model.front_) < 1e-25
+    assert "e-" not in " ".join(equation.equation for equation in model.front_ if equation.r2 == 1)
+    assert all("sin(sin(" not in equation.equation for equation in model.front_)
+
+
 def test_a_formula_without_a_value_on_a_row_held_out_ends_no_search(search):
     x = np.linspace(-5, 5, 101)
     x[50] = 0.0

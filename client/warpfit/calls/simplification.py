@@ -1,7 +1,7 @@
 """`simplify` on a server: keywords, the batches of a call, and its result."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -52,6 +52,10 @@ class SimplifyOptions(CommonOptions, total=False):
     ``"numbers"``, the same without pi and e; False, none: constants keep their fitted digits."""
     assume_defined: bool
     """Also apply rules such as x/x = 1; see `warpfit.Program.simplify`."""
+    allows: Callable[[Program], bool]
+    """A function of a `warpfit.Program` that tells whether a formula may become it, for rules of
+    your own. A shorter form that it refuses is passed over; the given formula is not asked about.
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -150,6 +154,9 @@ class SimplifyTask:
         kind = self._options.get("snap", "constants")
         if kind not in ("constants", "numbers", False):
             raise bad_setting("snap", kind, "constants, numbers or False")
+        allows = self._options.get("allows", lambda _: True)
+        if not callable(allows):
+            raise bad_setting("allows", allows, "a function of a Program that returns a bool")
         layout = self._data.layout
         rounding = _ROUNDING * float(np.finfo(layout.dtype).eps)
         sample = self._data.dataset.every(max(1, layout.rows // _SAMPLE)).astype(np.float64)
@@ -165,4 +172,5 @@ class SimplifyTask:
             low=low,
             high=high,
             middle=finite_median(sample[layout.variables]) if layout.has_target else 0.0,
+            allows=allows,
         )

@@ -78,6 +78,9 @@ class SnapSettings:
     numbers: str = "constants"
     """Forms that constants are rounded to: "constants" for all short forms, "numbers" for the forms
     without pi and e, "" for none."""
+    allows: Callable[[Program], bool] = lambda _: True
+    """Tells of a program whether a formula may become it. What it refuses is passed over, and the
+    next shorter form is taken."""
 
 
 @dataclass(slots=True)
@@ -136,7 +139,7 @@ def snap(
         lifted = [lift(candidate) for _, candidate in trials]
         losses, fitted = yield [program for program, _ in lifted], [start for _, start in lifted]
         _choose(trials, losses, fitted, settings)
-    return (yield from _finish(searches, _DIGITS if settings.numbers else range(0)))
+    return (yield from _finish(searches, settings))
 
 
 def _rewritten(program: Program, settings: SnapSettings) -> Program:
@@ -173,6 +176,9 @@ def _begin(
         column = np.where(np.isnan(table[:, place]), math.inf, table[:, place])
         if not search.region.keeps(refitted[place]):
             column[1] = math.inf
+        for row, choice in enumerate(choices[:2]):
+            if column[row] < math.inf and not settings.allows(choice[place]):
+                column[row], choices[row][place] = math.inf, programs[place]
         is_moved = math.isfinite(column[0]) and not math.isfinite(column[2])
         if is_moved and not settings.assume_defined:  # an overflow, in rows beyond the sample
             column[0], choices[0][place] = math.inf, programs[place]
@@ -205,7 +211,7 @@ def _choose(
     for search in {id(search): search for search, _ in trials}.values():
         for _, loss, program in sorted(found.get(id(search), []), key=lambda each: each[:2]):
             shorter = Rules(settings.assume_defined).applied_once(program)
-            if search.region.keeps(shorter):
+            if search.region.keeps(shorter) and settings.allows(shorter):
                 search.loss, search.program, search.done = loss, shorter, False
                 # What fits much better than the formula that was given is not spoilt again.
                 if loss < search.initial_loss - _MUCH_BETTER * abs(search.initial_loss):
@@ -215,7 +221,7 @@ def _choose(
 
 
 def _finish(
-    searches: list[_Search], digits_tried: range
+    searches: list[_Search], settings: SnapSettings
 ) -> Generator[Trials, Outcomes, list[Snapped]]:
     """Round the other constants; return for each formula its last state with an allowed loss.
 
@@ -229,6 +235,7 @@ def _finish(
         ]
         return Program(program.codes, values)
 
+    digits_tried = _DIGITS if settings.numbers else range(0)
     states = [
         [*(short(search.program, digits) for digits in digits_tried), *search.history[::-1]]
         for search in searches
@@ -242,7 +249,9 @@ def _finish(
             (
                 place
                 for place, loss in enumerate(measured)
-                if loss <= search.allowed and search.region.keeps(choice[place])
+                if loss <= search.allowed
+                and search.region.keeps(choice[place])
+                and settings.allows(choice[place])
             ),
             len(choice) - 1,
         )

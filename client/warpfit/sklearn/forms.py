@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -50,6 +50,8 @@ class Shortening(NamedTuple):
     snap: Any
     ends: float
     """Time of `time.monotonic` at which it should have ended; infinite for any time."""
+    allows: Callable[[Program], bool]
+    """Tells whether a formula may be shown."""
 
 
 class Form:
@@ -131,5 +133,6 @@ class Form:
             tolerance=how.tolerance,
             snap=how.snap,
             assume_defined=True,
+            allows=how.allows,
             timeout=seconds_until(how.ends),
         ).programs[0]

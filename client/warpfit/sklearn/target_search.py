@@ -945,6 +945,7 @@ class TargetSearch:
                 part * min(_MOST_TOLERANCE, factor * math.log(max(amount, 2.0)) / amount),
                 self._snap(found[program][0]),
                 self.deadline,
+                self._may_be_shown,
             )
             short = self.form.shortened(program, how)
             found.update(self._measured([short]))

@@ -512,6 +512,9 @@ class TemplateForm(Form):
             high=sample.max(axis=1),
             middle=1.0,
             numbers=how.snap or "",
+            allows=lambda part: how.allows(
+                self.of_parts([*parts[:place], part, *parts[place + 1 :]])
+            ),
         )
         search, outcome = snapped([parts[place]], settings), None
         known: dict[Program, Floats] = {}

@@ -46,6 +46,29 @@ def test_functions_that_change_nothing_on_the_data_are_left_out(client):
     assert found.programs == [parse("0.1*x1 + x2").simplify()]
 
 
+def test_the_shortest_form_that_is_allowed_is_taken(client):
+    """Without a rule ``sin(sin(x1))`` is."""
+    data = client.upload(X[:, :1], np.sin(np.sin(X[:, 0])), dtype="float64")
+    given = "0.9999999999999996*cos(sin(x1) + 4.71238898038459) - 4.6e-14*sin(x1)^2 + 9.9e-14"
+    free = client.simplify(data, given, assume_defined=True)
+    ruled = client.simplify(
+        data, given, assume_defined=True, allows=lambda program: "sin(sin" not in str(program)
+    )
+    assert str(free.programs[0]) == "sin(sin(x1))"
+    assert str(ruled.programs[0]).startswith("cos(sin(x1) + 4.71")
+    assert len(ruled.programs[0]) == 5
+    assert ruled.loss[0] < 1e-20
+
+
+def test_nothing_that_is_refused_is_made_of_a_formula(client):
+    data = client.upload(X, EXACT, dtype="float64")
+    found = client.simplify(data, FORMULAS, allows=lambda _: False)
+    assert found.programs == [parse(text) for text in FORMULAS]
+    np.testing.assert_array_equal(found.loss, found.initial_loss)
+    with pytest.raises(InvalidArgumentError, match="allows"):
+        client.simplify(data, FORMULAS, allows="never")
+
+
 @pytest.mark.parametrize("tolerance", [0.0, 0.02, 0.3])
 def test_a_law_that_appears_when_a_term_is_dropped_is_not_rounded_away(client, tolerance):
     """The fit of the formula that is given ends in a wrong valley, with a loss of 0.009."""
