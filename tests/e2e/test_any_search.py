@@ -14,7 +14,7 @@ from warpfit.errors import WarpfitError
 from warpfit.formulas.units import check_units, dimension, dimensions
 from warpfit.ir import Program
 from warpfit.losses import as_function, as_loss
-from warpfit.ops import BY_CODE, CONSTANT
+from warpfit.ops import BY_CODE, CONSTANT, PARAMETER
 
 pytest.importorskip("sklearn", minversion="1.6")
 
@@ -98,12 +98,13 @@ def names_in(program: Program) -> list[str]:
 
 
 def without_scale(program: Program) -> Program:
-    """Return f of a + b f, or of f/b - a."""
+    """Return f of a + b f, or of f/b - a, whose numbers are parameters where rows have groups."""
+    numbers = (CONSTANT, PARAMETER)
     while (names := names_in(program)) and names[-1] in ("add", "sub", "mul", "div", "neg"):
-        if names[-1] == "neg" or program.codes[-2] == CONSTANT:
+        if names[-1] == "neg" or program.codes[-2] in numbers:
             cut = 1 if names[-1] == "neg" else 2
             program = Program(program.codes[:-cut], program.values[:-cut])
-        elif program.codes[0] == CONSTANT and is_tree(program.codes[1:-1]):
+        elif program.codes[0] in numbers and is_tree(program.codes[1:-1]):
             program = Program(program.codes[1:-1], program.values[1:-1])
         else:
             break

@@ -110,22 +110,31 @@ class DefinedRegion:
         low: least value of each variable, [variables].
         high: greatest value of each, [variables].
         sample: some rows of the data, [variables, rows].
+        boxes: most boxes that are looked at.
 
     """
 
-    def __init__(self, program: Program, low: Floats, high: Floats, sample: Floats) -> None:
+    def __init__(
+        self,
+        program: Program,
+        low: Floats,
+        high: Floats,
+        sample: Floats,
+        boxes: int = _MOST_BOXES,
+    ) -> None:
         """Prove where the formula is defined; look elsewhere at points."""
+        self._most = boxes
         with np.errstate(all="ignore"):
             self._sizes = high / 2.0 - low / 2.0
         whole = Boxes(low[:, None], high[:, None])
         self._proved, open_boxes = self._divided(program, whole)
-        points = [sample[: len(low)]]
-        if len(open_boxes):
-            some = open_boxes[:: max(1, len(open_boxes) // _MOST_SAMPLED)]
-            parts = np.random.default_rng(0).random((_POINTS, *some.low.shape))
-            drawn = some.low + parts * (some.high - some.low)
-            points.append(np.moveaxis(drawn, 0, 1).reshape(len(low), -1))
-        drawn = np.hstack(points)
+        some = open_boxes[:: max(1, len(open_boxes) // _MOST_SAMPLED)]
+        parts = np.random.default_rng(0).random((_POINTS, *some.low.shape))
+        drawn = some.low + parts * (some.high - some.low)
+        self.open_points: Floats = np.moveaxis(drawn, 0, 1).reshape(len(low), -1)
+        """Points beside those where the formula may be undefined, [variables, points]: its values
+        are huge there at a pole, and empty where it is proved to be defined everywhere."""
+        drawn = np.hstack([sample[: len(low)], self.open_points])
         self._points = drawn[:, np.isfinite(evaluate_program(program, drawn))]
         self._kept: dict[Program, bool] = {}
 
@@ -147,7 +156,7 @@ class DefinedRegion:
         sizes = np.zeros_like(self._sizes)
         used = program.values[program.codes == VARIABLE].astype(int)
         sizes[used] = self._sizes[used]
-        proved, most = boxes[:0], _MOST_BOXES + len(boxes)
+        proved, most = boxes[:0], self._most + len(boxes)
         for _ in range(_MOST_CUTS):
             found = intervals(program, boxes).defined
             proved, boxes = proved.joined(boxes[found]), boxes[~found]

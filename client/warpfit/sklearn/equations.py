@@ -21,7 +21,8 @@ from warpfit.ir import Program
 #: An equation is in the running for "best" if its loss is at most this multiple of the least.
 _NEAR_BEST: Final = 1.5
 #: Predictive lengths that differ by less are alike: the null model or the shortest description is
-#: chosen. It is two units of support (Edwards, "Likelihood", 1972).
+#: chosen, of a formula with a surprise only where all have one. It is two units of support
+#: (Edwards, "Likelihood", 1972).
 _ALIKE: Final = 2.0
 #: Columns of the table, with the names that fit above them.
 COLUMNS: Final = {
@@ -208,7 +209,7 @@ def _by_prediction(front: Sequence[Equation]) -> Equation:
     known = better or null or known
     least = min(equation.predictive_length for equation in known)
     near = [e for e in known if not e.predictive_length > least + _ALIKE]
-    return min(near, key=lambda equation: equation.choice_length)
+    return min(near, key=lambda equation: (equation.surprise > 0.0, equation.choice_length))
 
 
 #: Criteria that choose an equation of a front.

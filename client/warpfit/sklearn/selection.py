@@ -25,6 +25,7 @@ import numpy as np
 
 from warpfit.evidence import ROUNDING, description_length, price_of
 from warpfit.expressions import reference
+from warpfit.formulas.intervals import DefinedRegion
 from warpfit.ir import Program
 from warpfit.losses import (
     Closing,
@@ -68,6 +69,8 @@ _BIAS: Final = 5e-3
 _STRAYING: Final = 15.0
 _ROOM: Final = 0.25
 _BEYOND: Final = 0.5
+#: Boxes of the variables' ranges in which poles are looked for.
+_BOXES: Final = 512
 
 
 def linear_regression(X: Floats, y: Floats, weights: Floats) -> tuple[Floats, float]:
@@ -382,10 +385,23 @@ class Selection:
         if not self.loss.is_squares or program.variables == 0 or grouped:
             return False
         if program not in self._straying:
-            values = reference.evaluate_program(program, self._unlike)
-            low, high = self._range
-            self._straying[program] = not ((values >= low) & (values <= high)).all()
+            self._straying[program] = not (
+                self._stays(program, self._unlike)
+                and self._stays(program, self._near_poles(program))
+            )
         return self._straying[program]
+
+    def _stays(self, program: Program, rows: Floats) -> bool:
+        values, (low, high) = reference.evaluate_program(program, rows), self._range
+        return bool(((values >= low) & (values <= high)).all())
+
+    def _near_poles(self, program: Program) -> Floats:
+        """Return rows in the range of each variable next to which a formula may have a pole.
+
+        One that is narrow may be between all rows, those that are made up, too.
+        """
+        low, high = self.training.rows.min(axis=0), self.training.rows.max(axis=0)
+        return DefinedRegion(program, low, high, np.empty((len(low), 0)), _BOXES).open_points
 
     @cached_property
     def _unlike(self) -> Floats:

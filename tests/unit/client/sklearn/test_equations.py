@@ -71,6 +71,18 @@ def test_what_predicts_best_stays_and_is_chosen_though_others_fit_better():
     front = build_front(found, len, texts, length, 2.0, predictive=lengths | {programs[3]: 32.5})
     assert front[selected(front, "prediction")].program == programs[3]
     assert all(equation.score >= 0.0 for equation in front)
+    # One with a surprise is chosen only where it predicts better.
+    for predicted, chosen in ((32.5, 2), (28.0, 3)):
+        front = build_front(
+            found,
+            len,
+            texts,
+            length,
+            2.0,
+            predictive=lengths | {programs[3]: predicted},
+            surprise=lambda program, _: 15.0 * (program == programs[3]),
+        )
+        assert front[selected(front, "prediction")].program == programs[chosen]
 
 
 Y = np.array([0.0, 1.0, 3.0, 40.0])
@@ -144,6 +156,9 @@ def test_the_least_losses_of_many_rows_are_looked_for_once_or_between(monkeypatc
     ("text", "surprises"),
     [
         ("0.9*x1 + 0.02/(x1 - 0.5)", True),  # a pole between the rows
+        ("0.9*x1 + 1e-7/(x1 - 0.5012)", True),  # a narrow one, between those made up, too
+        ("0.9*x1 + 1e-7/sin(1/(x1 + 0.1))", True),
+        ("0.9*x1 + 1e-7/(0.2 + sin(1/(x1 + 0.1))^2)", False),
         ("0.9*x1 + 1e-10*exp(20*x1)", True),  # explodes behind the last one
         ("0.9*x1 + 0.01*exp(20*(x1 - x2))", True),  # and where variables differ that never have
         ("0.9*x1 + sqrt(0.9 - x1)/100", True),
