@@ -863,6 +863,8 @@ class SymbolicRegressor(FormulaRegressor):
             message = f"max_seconds={self.max_seconds} were too few"
             if self.max_seconds is None:
                 message = "the server has answered too late"
+            if self.reason_ == "tolerance":
+                message = f"a formula meets the tolerance; what follows was cut short: {message}"
         else:
             return
         what_else = "; ".join(self.undone_)

@@ -916,7 +916,8 @@ class TargetSearch:
     def _shorten(self, data: DatasetHandle, found: _Found) -> None:
         """Add shorter forms of the formulas that a criterion may choose, while there is time.
 
-        One parameter less may cost what it is worth to the description length.
+        One parameter less may cost what it is worth to the description length. Where one meets the
+        tolerance no longer one is shortened that does not: it could not be among the equations.
         """
         amount = self.selection.amount()
         front = [each for each in self._front_of(found) if not each.is_linear_regression]
@@ -927,11 +928,17 @@ class TargetSearch:
             {*finite} - {self.selection.null},
             key=lambda program: self.selection.choice_length(program, found[program][0]),
         )[:_SHORTENED]
-        first = dict.fromkeys([chosen, *likely, *others])
+        size = self.rules.size
+        exact = [program for program in finite if self._is_exact(found[program][0])]
+        least = min(map(size, exact), default=math.inf)
+        first = {
+            each: None for each in [chosen, *likely, *others] if each in exact or size(each) < least
+        }
         # The front has the best constant, too, which nobody may have searched for.
         steps = [(program, 1.0) for program in first if program in found]
         # Each group is fitted, so that a second round takes long there.
-        far = likely if self.training.groups is None else []
+        far = [program for program in likely if program in first]
+        far = far if self.training.groups is None else []
         for program, factor in [*steps, *((program, _FAR) for program in far)]:
             excess, floor = max(found[program][0], 0.0), self.selection.floor()
             # The tolerance is part of the loss above the least possible, simplify's of the loss.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -141,7 +142,8 @@ def _loss(loss: Loss | None, values: Floats, target: Floats, weights: Floats) ->
     errors = np.broadcast_to(values, target.shape) - target
     square = float(np.average(np.square(errors), weights=weights))
     around = target - np.average(target, weights=weights)
-    spread = float(np.average(np.square(around), weights=weights))
+    # Of a constant target a loss relative to its spread is not known.
+    spread = float(np.average(np.square(around), weights=weights)) or math.nan
     return {
         Loss.MSE: lambda: square,
         Loss.RMSE: lambda: square**0.5,

@@ -239,8 +239,19 @@ def test_a_formula_is_chosen_that_predicts_better_than_linear_regression(own, ch
     assert front[selected(front, "prediction")] == min(front, key=lambda e: e.description_length)
 
 
-def test_formulas_without_a_loss_are_not_shortened(monkeypatch):
-    """On rows that the search did not compare they may have no value."""
+@pytest.mark.parametrize(
+    ("losses", "wanted"),
+    [
+        # On rows that the search did not compare they may have no value.
+        ({"sqrt(x1 - 0.2)": math.nan, "x1": 0.1, "log(x1)": math.inf, "1": 1.0}, ["x1", "1"]),
+        # What is longer than an exact formula, and is none, could not be among the equations.
+        (
+            {"x1*x1/x1": 0.0, "x1/1": 0.0, "2*x1 - x1": 0.0, "exp(x1)*x1": 0.1, "x1 + x1": 0.2},
+            ["x1*x1/x1", "x1/1", "2*x1 - x1"],
+        ),
+    ],
+)
+def test_formulas_are_shortened_that_may_be_among_the_equations(monkeypatch, losses, wanted):
     shortened = []
 
     class Shortened(Form):
@@ -256,6 +267,5 @@ def test_formulas_without_a_loss_are_not_shortened(monkeypatch):
     )
     task.selection.scale = 1.0
     monkeypatch.setattr(task, "_measured", lambda programs: {})
-    losses = {"sqrt(x1 - 0.2)": math.nan, "x1": 0.1, "log(x1)": math.inf, "1": 1.0}
     task._shorten(None, {parse(text): [loss, 0.5] for text, loss in losses.items()})
-    assert {*shortened} == {"x1", "1"}
+    assert {parse(text) for text in shortened} == {parse(text) for text in wanted}
