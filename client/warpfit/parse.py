@@ -43,6 +43,7 @@ import math
 import re
 import string
 import struct
+import unicodedata
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ from numpy.typing import NDArray
 from warpfit.errors import InvalidArgumentError, ParseError, list_of_texts
 from warpfit.expressions.language import (
     ALIASES,
+    AMBIGUOUS_DIVISIONS,
     CHAINED,
     COMPARISONS,
     CONSTANTS,
@@ -353,6 +355,8 @@ _LONGEST_TEXT: Final = 4096
 _MOST_LEAVES: Final = 4096
 
 _DIGITS: Final = frozenset("0123456789")
+#: Raised digits at the end of a name.
+_RAISED: Final = re.compile("[\u00b2\u00b3\u00b9\u2070\u2074-\u2079]+$")
 _NEGATION: Final = PREFIX["-"]
 #: What is on the stack for an open group; no operator has such a low precedence.
 _OPEN: Final = (-1, 0, -1)
@@ -713,6 +717,14 @@ class _Reader:
             pass
         elif numbered and self.parser.indexed:
             remedy = f"{numbered[1]} is numbered from 1 on: {numbered[1]}1, {numbered[1]}2, ..."
+        elif raised := _RAISED.search(name):
+            power = unicodedata.normalize("NFKC", raised[0])
+            remedy = f"Write a power as {name[: raised.start()] or 'x'}^{power}"
+        elif name in AMBIGUOUS_DIVISIONS:
+            remedy = (
+                "Programs differ in its value at a divisor of 0. Write zdiv(a, b) for 1 there, or "
+                "where(b == 0, 0, a/b) for 0; warpfit.define adds a function of your own"
+            )
         elif close:
             remedy = f"Did you mean {' or '.join(close)}?"
         elif what == "function":
@@ -731,6 +743,12 @@ class _Reader:
             "{": "Use parentheses: formulas are no LaTeX",
             "\\": "Formulas are no LaTeX: write sin(x), sqrt(x), a*b, a/b without a backslash",
             "|": "Write abs(x) for |x|, and (a or b) for a disjunction",
+            **dict.fromkeys("\u00d7\u00b7\u22c5\u2217\u2022", "Write * to multiply"),
+            **dict.fromkeys("\u00f7\u2215\u2044", "Write / to divide"),
+            **dict.fromkeys("\u2212\u2013\u2014", "Write - for a minus"),
+            **dict.fromkeys("\u221a\u221b", "Write sqrt(x) or cbrt(x)"),
+            **dict.fromkeys("\u2264\u2265\u2260", "Write <=, >= or !="),
+            "!": "Write != to compare, and gamma(x + 1) for a factorial",
         }.get(character, "Remove it, or put a variable's name in backticks")
         self._fail(f"{character!r} has no meaning", "UNEXPECTED_CHARACTER", remedy)
 

@@ -482,6 +482,9 @@ def build_fit(
 ) -> FitRequest:
     """Turn the arguments of `warpfit.Client.optimize` into a fit; the server checks its tokens."""
     shared: Any = {"loss": options.get("loss", Loss.MSE), **common(options)}
+    if shared["loss"] is None:
+        what = "a fit needs a loss"
+        raise InvalidArgumentError(what, "LOSS_MISSING", "Give one, such as mse", "loss")
     problem, _ = build_evaluation(data, expressions, parameters, False, shared, cache)
     if parameters is None and not isinstance(expressions, Batch):
         counts = problem.batch.needed_parameters()

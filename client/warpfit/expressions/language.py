@@ -82,6 +82,11 @@ ALIASES: Final[Mapping[str, str]] = {
 
 #: Names of variables that need no backticks, unless they are among `WORDS`.
 IDENTIFIER: Final = re.compile(r"[^\W\d]\w*")
+#: Names of divisions that return 1 where the divisor is 0 in some programs, and 0 or the dividend
+#: in others.
+AMBIGUOUS_DIVISIONS: Final = frozenset(
+    {"protected_div", "protected_division", "safe_div", "safeDiv"}
+)
 #: A variable or parameter by its position, counted from 1.
 INDEXED: Final = re.compile(r"([xp])0*([1-9][0-9]{0,9})")
 

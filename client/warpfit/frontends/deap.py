@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError, bad_setting, list_of_texts
+from warpfit.expressions.language import AMBIGUOUS_DIVISIONS
 from warpfit.expressions.real_numbers import real_numbers
 from warpfit.frontends.prefix import Node, PrefixTrees, operator_node
 from warpfit.ir import Population, Program
@@ -33,9 +34,6 @@ PRIMITIVES: Final[Mapping[str, str]] = {
     **{"and_": "and", "or_": "or", "not_": "not", "if_then_else": "where"},
     **{"float_power": "pow", "fmin": "min", "fmax": "max", "true_divide": "div"},
 }
-#: Names of divisions that return 1 where the divisor is 0 in some programs, and 0 or the dividend
-#: in others. With the primitive set the function itself is tried.
-_AMBIGUOUS: Final = frozenset({"protected_div", "protected_division", "safe_div", "safeDiv"})
 _MODULES: Final = frozenset({"operator", "_operator", "math", "numpy"})
 _ARGUMENT: Final = re.compile(r"ARG([0-9]+)")
 
@@ -222,7 +220,8 @@ class _Converter:
             function = (self.context or {}).get(name)
             if isinstance(function, np.ufunc) or getattr(function, "__module__", "") in _MODULES:
                 name = function.__name__
-            if name in _AMBIGUOUS and function is None:
+            # With the primitive set the function itself is tried.
+            if name in AMBIGUOUS_DIVISIONS and function is None:
                 raise InvalidArgumentError(
                     f"DEAP primitive {name!r} means different things in different programs",
                     "UNKNOWN_PRIMITIVE",
@@ -230,7 +229,7 @@ class _Converter:
                     f"operators={{{name!r}: 'zdiv'}} if it returns 1 where the divisor is 0",
                     "expressions",
                 )
-            if name in _AMBIGUOUS:
+            if name in AMBIGUOUS_DIVISIONS:
                 name = "zdiv"
         names = {entry.name: self.functions.get(name, name)}
         return operator_node(entry.name, entry.arity, names, "DEAP", function)

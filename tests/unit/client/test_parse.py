@@ -220,6 +220,17 @@ def test_a_long_text_is_shown_around_the_place():
         ("zzz", ("height", "weight"), "height, weight"),
         ("sin weight", ("height", "weight"), "in parentheses: sin(...)"),
         ("nosuch", ("height", "weight"), "height, weight"),  # not cosh or csch
+        # What people and models write.
+        ("p1\u00d7x1", (), "Write *"),
+        ("p1 \u00b7 x1", (), "Write *"),
+        ("p1\u00f7x1", (), "Write /"),
+        ("p1 \u2212 x1", (), "Write -"),
+        ("\u221ax1", (), "sqrt(x)"),
+        ("x1!", (), "gamma"),
+        ("x1\u00b2", (), "x1^2"),
+        ("height\u00b9\u2070", ("height",), "height^10"),
+        ("safeDiv(x1, x2)", (), "zdiv"),
+        ("protected_division(x1, x2)", (), "zdiv"),
     ],
 )
 def test_errors_suggest_names(text, names, suggestion):

@@ -151,6 +151,12 @@ def test_outputs_that_exclude_each_other(client, data, options, reason):
     assert caught.value.reason == reason
 
 
+def test_a_fit_without_a_loss_says_what_a_fit_takes(client, data):
+    with pytest.raises(warpfit.InvalidArgumentError, match="a fit needs a loss") as caught:
+        client.optimize(data, TEXTS, STARTS, loss=None)
+    assert (caught.value.reason, caught.value.field) == ("LOSS_MISSING", "loss")
+
+
 @pytest.mark.parametrize(
     ("dtype", "options", "expected"),
     [
