@@ -214,6 +214,34 @@ def test_laws_of_two_equal_terms_are_found(text, truth, noise):
     assert found.success[0], found.reason[0]
 
 
+def test_a_minimum_at_infinity_is_one_in_screening_and_none_in_the_end():
+    """Osborne 1 from ten times its start, in a valley along which two exponentials become one.
+
+    Its least loss is that of the limit, (b + c x) exp(-d x), and it is not the least of all.
+    """
+    problem = MGH["Osborne 1"]
+    data, start = Dataset.of(problem.columns, problem.target, dtype="float64"), 10.0 * problem.start
+    found = fit(data, [problem.formula], [start])
+    limit = fit(
+        data,
+        ["p1 + (p2 + p3*x1)*exp(-x1*p4)"],
+        [[1.4, -0.4, 1e-3, -6e-3]],
+        **tight(Accuracy.FINAL),
+    )
+    assert found.reason[0] is Reason.GRADIENT
+    assert limit.loss[0] < found.loss[0] < (1.0 + 1e-6) * limit.loss[0]
+    t, y = problem.columns[:, 0], problem.target
+    a, b, c, d, e = found.parameters[0]
+    columns = np.stack(
+        [np.ones_like(t), np.exp(-d * t), np.exp(-e * t), -b * t * np.exp(-d * t),
+         -c * t * np.exp(-e * t)]
+    )  # fmt: skip
+    residuals = a + b * columns[1] + c * columns[2] - y
+    cosines = columns @ residuals / np.linalg.norm(columns, axis=1) / np.linalg.norm(residuals)
+    assert np.abs(cosines).max() <= Tolerances.of(data.layout.dtype).gradient
+    assert not fit(data, [problem.formula], [start], **tight(Accuracy.FINAL)).success[0]
+
+
 def test_a_parameter_that_hardly_matters_does_not_hold_the_other_one():
     """A step that moves both is too long from there; what follows is a curved valley."""
     problem = MGH["Powell badly scaled"]

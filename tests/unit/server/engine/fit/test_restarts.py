@@ -182,6 +182,25 @@ def test_a_box_of_phases_may_be_any_turn(turns, phase, seed):
     assert np.isclose(*best, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("shift", [0.0, -np.pi, 20.0])
+def test_phases_are_found_as_often_as_by_uniform_draws_in_the_box(shift):
+    own = np.random.default_rng(0)
+    low, high = np.array([0.0, 0.1, shift]), np.array([10.0, 10.0, shift + 2.0 * np.pi])
+    missed = np.zeros(2, dtype=int)
+    for seed in range(80):
+        x = own.uniform(0.0, 10.0, (60, 1))
+        y = 2.0 * np.sin(3.0 * x[:, 0] + own.uniform(low[2], high[2]))
+        data = Dataset.of(x, y, dtype="float64")
+        bounds = {"lower": [low], "upper": [high]}
+        drawn = fit(data, ["p1*sin(p2*x1 + p3)"], [own.uniform(low, high)], restarts=32, **bounds,
+                    seed=seed)  # fmt: skip
+        uniform = fit(data, ["p1*sin(p2*x1 + p3)"], [own.uniform(low, high, (33, 3))], **bounds)
+        missed += [drawn.loss[0] > 1e-8, uniform.loss.min() > 1e-8]
+    # Two standard deviations of the difference of such counts.
+    assert missed[0] <= missed[1] + 2.0 * np.sqrt(missed.sum())
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.floats(-1e6, 1e6), st.floats(-3.0, 3.0), st.integers(0, 99))
 @example(0.0, np.log10(2.0 * np.pi), 0)
