@@ -52,9 +52,10 @@ class SimplifyOptions(CommonOptions, total=False):
     ``"numbers"``, the same without pi and e; False, none: constants keep their fitted digits."""
     assume_defined: bool
     """Also apply rules such as x/x = 1; see `warpfit.Program.simplify`."""
-    allows: Callable[[Program], bool]
+    allows: Callable[[Program], bool] | None
     """A function of a `warpfit.Program` that tells whether a formula may become it, for rules of
-    your own. A shorter form that it refuses is passed over; the given formula is not asked about.
+    your own; None for any. A shorter form that it refuses is passed over; the given formula is not
+    asked about.
     """
 
 
@@ -154,8 +155,8 @@ class SimplifyTask:
         kind = self._options.get("snap", "constants")
         if kind not in ("constants", "numbers", False):
             raise bad_setting("snap", kind, "constants, numbers or False")
-        allows = self._options.get("allows", lambda _: True)
-        if not callable(allows):
+        allows = self._options.get("allows")
+        if not (allows is None or callable(allows)):
             raise bad_setting("allows", allows, "a function of a Program that returns a bool")
         layout = self._data.layout
         rounding = _ROUNDING * float(np.finfo(layout.dtype).eps)
@@ -172,5 +173,5 @@ class SimplifyTask:
             low=low,
             high=high,
             middle=finite_median(sample[layout.variables]) if layout.has_target else 0.0,
-            allows=allows,
+            allows=allows or (lambda _: True),
         )

@@ -65,6 +65,7 @@ def test_nothing_that_is_refused_is_made_of_a_formula(client):
     found = client.simplify(data, FORMULAS, allows=lambda _: False)
     assert found.programs == [parse(text) for text in FORMULAS]
     np.testing.assert_array_equal(found.loss, found.initial_loss)
+    assert client.simplify(data, FORMULAS, allows=None).loss[0] > 0.0
     with pytest.raises(InvalidArgumentError, match="allows"):
         client.simplify(data, FORMULAS, allows="never")
 
