@@ -119,6 +119,7 @@ def test_an_error_in_a_part_names_the_program_of_the_whole(pair):
         assert len(client.evaluate(data, programs[:200], parameters[:200], loss="mse")) == 200
 
 
+@pytest.mark.thorough
 def test_the_loss_of_an_engine_fails_a_split_call_and_the_next_one_works(pair):
     with warpfit.connect(pair.address, retry=IMPATIENT) as client:
         rows = np.tile(X, (250, 1))
@@ -136,6 +137,7 @@ def test_the_loss_of_an_engine_fails_a_split_call_and_the_next_one_works(pair):
         assert client.run(small, *batch, loss="mse").timings.device.count("cpu") == 2
 
 
+@pytest.mark.thorough
 def test_the_progress_of_a_split_fit_is_that_of_all_parts(pair):
     with warpfit.connect(pair.address) as client:
         data = client.upload(np.tile(X, (8, 1)), np.tile(Y, 8))

@@ -41,6 +41,7 @@ def test_the_front_is_in_a_file_while_the_search_runs(search, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["front.csv"]
 
 
+@pytest.mark.thorough
 def test_each_target_has_a_file(search, tmp_path):
     y = np.column_stack([X[:, 0] * X[:, 1], X[:, 0] + X[:, 1]])
     model = search(output=str(tmp_path / "front.csv"), generations=1).fit(X, y)

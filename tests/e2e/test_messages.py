@@ -109,6 +109,7 @@ def test_a_connection_lost_to_a_live_engine_comes_back(harmed):
     health.wait_for(harmed.facts["health"], "SERVING")
 
 
+@pytest.mark.thorough
 def test_a_new_engine_gets_any_number_of_data_sets(lenient):
     """The kernel passes no more than 253 descriptors with a message."""
     with warpfit.connect(lenient.address) as client:

@@ -78,6 +78,7 @@ def test_workers_that_share_too_little_memory_wait_for_each_other(small):
     assert run(small.address, 8, contents=16) == {"ok": 8 * WORKERS}
 
 
+@pytest.mark.thorough
 def test_workers_in_processes(server):
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(2, context) as pool:
@@ -138,6 +139,7 @@ def test_a_handle_without_numbers_outlives_the_block_of_another_one(server):
             client.evaluate(copy, ["x3"])
 
 
+@pytest.mark.thorough
 def test_what_was_given_back_does_not_count_and_makes_room_first(small):
     with warpfit.connect(small.address) as client:
         before = client.info().datasets
@@ -156,6 +158,7 @@ def test_what_was_given_back_does_not_count_and_makes_room_first(small):
         client.release(data, everywhere=True)
 
 
+@pytest.mark.thorough
 def test_what_never_fits_is_refused_at_once(small):
     with warpfit.connect(small.address, retry=RETRY) as client:
         started = time.monotonic()

@@ -289,6 +289,7 @@ def test_losses_that_may_be_negative_choose_formulas(search, loss):
     assert model.program() == max(near, key=lambda equation: equation.score).program
 
 
+@pytest.mark.thorough
 def test_gross_outliers_do_not_hide_a_law(search):
     X = points(150)
     y = law(X)
@@ -527,7 +528,8 @@ def test_a_shortened_law_is_chosen_without_time_for_a_second_cross_validation(se
 
 
 @pytest.mark.parametrize(
-    "how", ["interrupt", pytest.param("terminate", marks=pytest.mark.thorough), "server"]
+    "how",
+    [*(pytest.param(h, marks=pytest.mark.thorough) for h in ("interrupt", "terminate")), "server"],
 )
 def test_what_was_found_is_kept(search, monkeypatch, tmp_path, capsys, how):
     X = points(100)
@@ -744,6 +746,7 @@ def test_units_keep_formulas_consistent(search):
         assert check(Genomes.of([program])).all(), equation.equation
 
 
+@pytest.mark.thorough
 def test_constants_without_dimension_leave_the_unit_to_the_variables(search):
     X = points(100)
     settings = {"units": ["m", "s", "kg"], "operators": ("+", "-", "*", "/"), "generations": 4}
@@ -849,6 +852,7 @@ def test_rows_of_weight_0_are_left_out_and_masked_data_refused(search):
         model.fit(np.array([["1"], ["2_0"]], dtype=object), [1.0, 2.0])
 
 
+@pytest.mark.thorough
 def test_chance_tells_a_law_from_noise(search):
     """The rank of a true target among shuffled ones; noise has any rank."""
     X = points(120)

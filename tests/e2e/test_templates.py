@@ -73,7 +73,11 @@ def test_the_functions_of_a_template_are_found(search, tmp_path):
     ("template", "law"),
     [
         # One function of two pairs of columns has the same numbers in both places.
-        ("f(x1, x2) + p1*f(x2, x3)", lambda a, b, c: a**2 + 1.3 * b + 2.5 * (b**2 + 1.3 * c)),
+        pytest.param(
+            "f(x1, x2) + p1*f(x2, x3)",
+            lambda a, b, c: a**2 + 1.3 * b + 2.5 * (b**2 + 1.3 * c),
+            marks=pytest.mark.thorough,
+        ),
         # Functions of expressions and of functions, an operator that is written with others, and a
         # number of the template that is not fitted.
         ("sech(f(x1/x2)) + 0.3*x3", lambda a, b, c: 1 / np.cosh(1.2 * a / b) + 0.3 * c),

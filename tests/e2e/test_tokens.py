@@ -206,8 +206,6 @@ WRONG_SETTINGS = [
     (["--host", "0.0.0.0"], "plain text on 0.0.0.0"),
     (["--host", "127.0.0.1", "--tls-cert", "x.crt"], "half configured"),
     (["--port", "70000"], "0 to 65535"),
-    (["--metrics-port", "70000"], "0 to 65535"),
-    (["--health-port", "-1"], "0 to 65535"),
     (["--token-file", "open-to-all"], "chmod 600"),
     (["--token-file", "x", "--metrics-port", "0.0.0.0:0"], "--expose-tenants"),
     (["--tls-cert", "no-such.crt", "--tls-key", "no-such.key"], "cannot be used for TLS"),

@@ -75,7 +75,8 @@ MODULES = modules()
 
 @cache
 def nodes(module: str) -> list[ast.AST]:
-    return [*ast.walk(ast.parse(MODULES[module].read_text()))]
+    kinds = ast.Import | ast.ImportFrom | ast.If
+    return [n for n in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(n, kinds)]
 
 
 @cache
