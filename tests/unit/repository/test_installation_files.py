@@ -87,21 +87,6 @@ def test_what_the_recipe_tries_after_a_build_works(command):
 # ---------------------------------------------------------------------------------------- Apptainer
 
 
-def test_the_apptainer_image_is_the_dockers():
-    docker = (ROOT / "Dockerfile").read_text()
-    base = re.search(r"^From: (.+)$", APPTAINER, re.MULTILINE)[1]
-    assert f"ARG PYTHON={base}" in docker
-    install = re.compile(r"python -m pip --python (\S+) install")
-    assert set(install.findall(APPTAINER)) == set(install.findall(docker))
-    copied = re.findall(r"^COPY (?!--)(.+) \S+$", docker, re.MULTILINE)
-    files = re.search(r"%files\n(.*?)\n\n", APPTAINER, re.DOTALL)[1]
-    taken = [line.split() for line in files.splitlines()]
-    assert {source for source, _ in taken} == {name for line in copied for name in line.split()}
-    for source, place in taken:
-        assert (ROOT / source).exists()
-        assert place == f"/source/{source}"
-
-
 def test_the_apptainer_image_is_built_by_a_shell():
     script = re.search(r"%post\n(.*?)\n\n%", APPTAINER, re.DOTALL)[1]
     done = subprocess.run(["sh", "-n"], input=script, text=True, capture_output=True, check=False)
