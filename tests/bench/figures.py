@@ -1,8 +1,8 @@
-"""Write the tables of the READMEs and the plot of the front page from the result files.
+"""Write the tables of the READMEs and the plots from the result files.
 
 ``python tests/bench/figures.py`` rewrites every block between ``<!-- figures: NAME -->`` and
-``<!-- end of figures -->``, the plot ``results/generation.svg``, ``client/OPERATORS.md`` and
-``client/REFERENCE.md``;
+``<!-- end of figures -->``, the plots ``results/generation.svg`` and
+``results/search_course.svg``, ``client/OPERATORS.md`` and ``client/REFERENCE.md``;
 ``--check`` changes nothing, names what is out of date and then exits with 1.
 """
 
@@ -22,6 +22,7 @@ from tables import operators
 from tables.capacity import CAPACITY
 from tables.faults import FAULTS
 from tables.gpu import GPU
+from tables.laws import course_plot, laws, laws_row
 from tables.layout import RESULTS, result, select, table
 from tables.reference import reference_page
 
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
     "server/OPERATING.md",
+    "server/SEARCH.md",
     "server/SECURITY.md",
     "tests/bench/README.md",
     "deploy/README.md",
@@ -44,16 +46,12 @@ _BLOCK = re.compile(
 
 def front_page() -> Iterator[str]:
     """Six figures of the whole service."""
-    services, device = (
-        [result("gpu_service_h100"), result("gpu_service_h100_second")],
-        kernel_times(),
-    )
+    services = [result("gpu_service_h100"), result("gpu_service_h100_second")]
     fresh = [service["one client"]["fresh 300 x 100000"] for service in services]
     (few, many), (few_there, many_there) = (
         [case["token_rows_per_second"] / 1e12 for case in service["sustained"]]
         for service in services
     )
-    interpreted, compiled = (device[way, "float32 fast"][10**5][1] for way in WAYS)
     (cpu,) = select(result("cpu_vs_pyoperon")["cases"], rows=10**5, threads=2)
     (fits,) = select(result("fit")["cases"], iterations=50, threads=2)
     killed = result("faults")["faults"]["engine_sigkill"]
@@ -66,12 +64,11 @@ def front_page() -> Iterator[str]:
 `gpu_service_h100_second.json` |
 | the same from 16 and from 64 workers at once | {few:.1f} and {many:.1f} Ttok/s; \
 {few_there:.1f} and {many_there:.1f} on the slower host | the same |
-| the same on the device alone, H200, interpreted and compiled | \
-{interpreted:.1f} and {compiled:.1f} Ttok/s | `gpu_interpreter.json`, `gpu_compiled.json` |
 | CPU engine beside pyoperon 0.6.2, 100,000 rows, values, precise mode, 2 threads | \
 {cpu["times_pyoperon"]["warpfit precise values"]:.1f} times as fast | `cpu_vs_pyoperon.json` |
 | fits beside pyoperon's, 10,000 rows, 50 iterations, precise mode, 2 threads | \
 {fits["times_pyoperon"]["warpfit precise"]:.1f} times as many | `fit.json` |
+{laws_row()}
 | engine killed {killed["kills"]} times under 8 clients | {killed["wrong_answers"]} wrong answers, \
 {killed["failures_after_retry"]} failed calls, \
 {killed["seconds_without_answers_median"]:.1f} s without answers | `faults.json` |"""
@@ -462,6 +459,7 @@ FIGURES: dict[str, Callable[[], Iterator[str]]] = {
             noisy_tables,
             selection,
             skeletons,
+            laws,
         ),
         *(service, transport),
         *(device, generations, gpu_devices, gpu_streaming, *FAULTS, *CAPACITY),
@@ -482,6 +480,7 @@ def outputs() -> dict[Path, str]:
     """Return every generated file with its text."""
     found = {ROOT / name: page((ROOT / name).read_text()) for name in PAGES}
     found[RESULTS / "generation.svg"] = plot()
+    found[RESULTS / "search_course.svg"] = course_plot()
     found[ROOT / "client" / "OPERATORS.md"] = operators.operator_page()
     if sys.version_info >= (3, 12):  # before, typed dictionaries do not tell their bases
         found[ROOT / "client" / "REFERENCE.md"] = reference_page()

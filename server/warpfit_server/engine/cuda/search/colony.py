@@ -79,8 +79,9 @@ _THREADS: Final = 128
 #: Rows that a fit looks at, which lie in shared memory, and bytes of a row's values in a block.
 _FIT_ROWS: Final = 128
 _FIT_BYTES: Final = 256
-#: Children that take about as long to be bred and screened as one fit.
-_FITTED_FOR: Final = 4
+#: Formulas of a chunk for each that is fitted at once. Kernels of others wait for those of a
+#: search, which therefore take a millisecond at most.
+_FITTED_FOR: Final = 16
 #: Names of the kernels.
 KERNELS: Final = (
     *("populate", "breed_children", "screen_children", "keep_children", "fit_children"),
