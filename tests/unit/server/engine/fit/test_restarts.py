@@ -188,7 +188,7 @@ def test_phases_are_found_as_often_as_by_uniform_draws_in_the_box(shift):
     own = np.random.default_rng(0)
     low, high = np.array([0.0, 0.1, shift]), np.array([10.0, 10.0, shift + 2.0 * np.pi])
     missed = np.zeros(2, dtype=int)
-    for seed in range(80):
+    for seed in range(30):
         x = own.uniform(0.0, 10.0, (60, 1))
         y = 2.0 * np.sin(3.0 * x[:, 0] + own.uniform(low[2], high[2]))
         data = Dataset.of(x, y, dtype="float64")
