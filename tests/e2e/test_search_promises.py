@@ -82,6 +82,21 @@ def test_a_formula_without_a_value_on_a_row_held_out_ends_no_search(search):
     assert all(np.isfinite(equation.loss) for equation in model.front_)
 
 
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_a_short_formula_of_huge_numbers_is_found_or_there_is_an_error(search, most):
+    """The factor that brings the numbers to the range of the search takes tokens, too."""
+    rules = {"units": ["m"], "target_unit": "m", "dimensionless_constants": True}
+    model = search(operators=["add", "mul"], max_size=most, simplify=False, **rules)
+    try:
+        model.fit(np.array([[0.6], [0.3]]), np.array([1.6e155, 1.3e155]))
+    except InvalidArgumentError as error:
+        assert error.reason == "UNSATISFIABLE"
+        assert most < 3
+    else:
+        assert all(equation.complexity <= most for equation in model.front_)
+        assert len(model.front_) > 0
+
+
 def test_a_formula_that_is_exact_on_the_sample_alone_ends_no_search(search):
     x = np.random.default_rng(0).uniform(1.0, 4.0, 2000)
     y = np.where(np.arange(2000) == 77, 50.0, x**2)

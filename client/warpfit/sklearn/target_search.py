@@ -104,7 +104,10 @@ class Progress:
             save(self.checkpoint, genomes)
 
     def _show(self, target: TargetSearch, found: Found) -> None:
-        best = min(target.preview(found), key=lambda equation: equation.loss)
+        front = target.preview(found)
+        if not front:
+            return
+        best = min(front, key=lambda equation: equation.loss)
         self._line(
             f"{time.monotonic() - self.started:.1f} s  generation "
             f"{target.generation + found.generation}  "
@@ -481,7 +484,16 @@ class TargetSearch:
         """Return the equations as they are shown, and make sure of the reason of the end."""
         if self.reason == "tolerance" and not any(self._is_exact(each.excess) for each in front):
             self.reason = "max_seconds" if time.monotonic() > self.deadline else "generations"
-        return self._in_given_units(front)
+        front = self._in_given_units(front)
+        if not front:
+            raise InvalidArgumentError(
+                f"no formula of at most max_size={self.options.max_size} has room for the factors "
+                "that bring numbers as large or small as these to the range of the search",
+                "UNSATISFIABLE",
+                "Raise max_size by 4, or give the target and the variables in units near 1",
+                "max_size",
+            )
+        return front
 
     def _finished(
         self, stack: ExitStack, search: Found, progress: Progress, uploading: float
@@ -726,10 +738,11 @@ class TargetSearch:
                 program = Program.constant(unit * float(program.values[0]))
             else:
                 program = Program.apply("mul", Program.constant(unit), program)
-            shorter = program.simplify() if self.options.simplify else program
+            most = self.options.max_size
+            is_long = most is not None and self.rules.size(program) > most
+            shorter = program.simplify() if self.options.simplify or is_long else program
             # A quotient by a unit that becomes a product may be one too many for a rule.
             program = shorter if self.rules.allows(shorter) else program
-            most = self.options.max_size
             if most is not None and self.rules.size(program) > most and program.variables:
                 continue  # with its units it is longer than a formula may be
             more = self.rules.size(program) - equation.complexity

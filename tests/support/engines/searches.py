@@ -130,9 +130,11 @@ def check_losses(front: Front, asked: SearchRequest, data: Dataset) -> None:
     weights = np.ones(len(rows)) if data.weights is None else data.weights[rows].astype(np.float64)
     rounding = 1e-15 if data.layout.dtype == np.float64 else 1e-6
     for (program, parameters), loss in zip(programs_of(front.batch), front.losses, strict=True):
+        # Numbers that cancel are rounded to different sides.
+        turns = rounding * (-1.0) ** np.arange(len(parameters))
         expected, *nearby = (
             _loss(asked.loss, evaluate_program(program, X, parameters * factor), target, weights)
-            for factor in (1.0, 1.0 + rounding, 1.0 - rounding)
+            for factor in (1.0, 1.0 + rounding, 1.0 - rounding, 1.0 + turns, 1.0 - turns)
         )
         allowed = 1e3 * np.abs(np.subtract(nearby, expected)).max() + 1e-18 * target.var()
         # What R^2 leaves to 1 is a quotient, whose digits rounding takes.
