@@ -290,13 +290,15 @@ class Client:
             data, expressions, parameters, values, options, self._batches
         )
 
+        layout = data.layout
+
         def send(part: Evaluation) -> Result:
-            is_single = codec.is_short(part, data.layout)
+            is_single = codec.is_short(part, layout)
             found: Result = self._failover.call_with_failover(
                 Request(
                     "Evaluate",
                     codec.evaluation_to_bytes(part, pieces=not is_single),
-                    read=lambda messages: codec.read_result(part, data.layout, messages),
+                    read=lambda messages: codec.read_result(part, layout, messages),
                     is_single=is_single,
                     dataset=data.dataset,
                     deadline=deadline,
@@ -304,8 +306,8 @@ class Client:
             )
             return found
 
-        with _naming_the_program(expressions, evaluation.batch, data.names):
-            result = self._limits.call_in_parts(evaluation, data.layout, send)
+        with _naming_the_program(expressions, evaluation.batch, layout.names):
+            result = self._limits.call_in_parts(evaluation, layout, send)
         data.warn_of_range(expressions, evaluation.batch, result)
         return Answer.of(result, evaluation.batch, leading_axis=leading_axis)
 

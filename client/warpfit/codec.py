@@ -959,9 +959,8 @@ def read_result(
                 raise broken_answer("has another shape than the request")
             if header.dtype != DTYPE_CODES[layout.dtype]:
                 raise broken_answer("has values of another dtype than the data set")
-            matrices |= {
-                name: _Matrix(shapes[name], layout.dtype) for name in _IN_PIECES if name in shapes
-            }
+            for name in shapes.keys() & _IN_PIECES:
+                matrices[name] = _Matrix(shapes[name], layout.dtype)
         is_last = message.HasField("timings")
         # Reading a field of bytes copies it, so only what was requested is read, and values.
         for name in names:
@@ -985,7 +984,8 @@ def read_result(
             raise broken_answer(f"has no {name}")
     if not last:
         raise broken_answer("has no end")
-    last |= {name: matrix.complete() for name, matrix in matrices.items()}
+    for name, matrix in matrices.items():
+        last[name] = matrix.complete()
     return Result(**last)
 
 

@@ -539,7 +539,7 @@ _SAME: Final = (
 
 @contextmanager
 def _in_time(what: str, warnings: list[list[str]], options: FitOptions) -> Iterator[None]:
-    """Warn of what there was no time for, if the caller takes a part of the answer."""
+    """Turn the end of the time into a warning if the caller takes a partial answer."""
     try:
         yield
     except DeadlineExceededError:
@@ -550,7 +550,7 @@ def _in_time(what: str, warnings: list[list[str]], options: FitOptions) -> Itera
 
 
 class Refit(Protocol):
-    """What is read of the `warpfit.calls.results.Fit` of a further fit."""
+    """Parameters and losses of a further fit; a `warpfit.calls.results.Fit` is one."""
 
     @property
     def loss(self) -> Floats:

@@ -395,7 +395,8 @@ class Population(Sequence[Program]):
         except TypeError:  # of one program, an array without axes, a number
             given = None
         # Few types of many programs: checking each one takes longer than all that follows.
-        if given is None or not all(issubclass(kind, Program) for kind in set(map(type, given))):
+        kinds = set(map(type, given or ()))
+        if given is None or not (kinds <= {Program} or all(issubclass(k, Program) for k in kinds)):
             raise InvalidArgumentError(
                 f"a population is a list of Programs, and this is {type(programs).__name__}"
                 if given is None
@@ -561,7 +562,7 @@ class Batch(Population):
     @classmethod
     def joined(cls, programs: Population, vectors: ParameterVectors) -> Batch:
         """Return a batch of programs, whose arrays it shares, and parameter vectors."""
-        if not len(programs):
+        if not len(programs.lengths):
             raise InvalidArgumentError(
                 "the batch holds no programs", "EMPTY_BATCH", "Send at least one", "programs"
             )

@@ -1,7 +1,12 @@
 """The request and the result of Evaluate."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
+from itertools import compress
+from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -80,6 +85,7 @@ OUTPUTS: Final = (
 FURTHER_OUTPUTS: Final = tuple(
     [output.asked_by for output in OUTPUTS if output.name not in ("values", "losses")]
 )
+_ASKED_BY: Final = attrgetter(*[output.asked_by for output in OUTPUTS])
 _NUMBERS: Final = {str(number): number for number in range(10)}
 #: Most bytes of the arrays of an answer of one message, says the contract.
 MOST_WHOLE_BYTES: Final = 4_000_000
@@ -138,7 +144,8 @@ class Evaluation:
             InvalidArgumentError: for a bad row range, a missing target, no requested output, or
                 outputs that exclude each other.
         """
-        check_rows(self.row_range(layout), layout)
+        if self.rows is not None:
+            check_rows(self.rows, layout)
         loss = self.loss_function
         for output, is_requested in (("loss", loss is not None), ("correlation", self.correlation)):
             if is_requested:
@@ -186,27 +193,26 @@ class Evaluation:
         rows = layout.rows if self.rows is None else self.rows[1] - self.rows[0]
         return len(self.batch), self.batch.vectors, rows
 
-    def outputs(self, layout: Layout) -> dict[Output, tuple[int, ...]]:
+    def outputs(self, layout: Layout) -> Mapping[Output, tuple[int, ...]]:
         """Return the outputs that are asked for, with their shapes."""
-        programs, vectors, rows = self.shape(layout)
-        sizes = {
-            "programs": programs,
-            "vectors": vectors,
-            "rows": rows,
-            "variables": layout.variables,
-            "parameters": len(self.batch.parameters),
-            **_NUMBERS,
-        }
-        return {
-            output: tuple(map(sizes.__getitem__, output.axes))
-            for output in OUTPUTS
-            if getattr(self, output.asked_by)
-        }
+        asked = tuple(map(bool, _ASKED_BY(self)))
+        shape, parameters = self.shape(layout), len(self.batch.parameters)
+        return _outputs_of(asked, shape, layout.variables, parameters)
 
     def token_rows(self, layout: Layout) -> int:
         """Return tokens x parameter vectors x rows, the measure of the work."""
         _, vectors, rows = self.shape(layout)
         return self.batch.token_count * vectors * rows
+
+
+@lru_cache(1 << 8)  # the evaluations of a search have the same outputs and shapes
+def _outputs_of(
+    asked: tuple[bool, ...], shape: tuple[int, int, int], variables: int, parameters: int
+) -> Mapping[Output, tuple[int, ...]]:
+    sizes = dict(zip(("programs", "vectors", "rows"), shape, strict=True))
+    sizes |= {"variables": variables, "parameters": parameters, **_NUMBERS}
+    shapes = [tuple(map(sizes.__getitem__, output.axes)) for output in OUTPUTS]
+    return MappingProxyType(dict(compress(zip(OUTPUTS, shapes, strict=True), asked)))
 
 
 def check_rows(rows: tuple[int, int], layout: Layout) -> None:

@@ -111,32 +111,34 @@ def spans_of_long_programs(tokens: int, rows: int) -> int:
     return max(1, -(-tokens * rows // _LONG_SPAN))
 
 
-def check_limit(limits: Limits, name: str, needed: int, what: str = "") -> None:
+def check_limits(limits: Limits, what: str = "", **needed: int) -> None:
     """Refuse a request that needs more of something than the limit of that name allows.
 
     ``what`` are words for it, if other than usual.
     """
-    allowed = getattr(limits, name)
-    if needed <= allowed:
-        return
-    reason, usual, advice, field = (*_REFUSALS[name], *_USUAL)[:4]
-    flag = _FLAGS.get(name)
-    raised = f"start the server with a higher {flag}" if flag else f"allow more in {_FILE % name}"
-    raise ResourceExhaustedError(
-        f"{needed} {what or usual}, the limit is {allowed}",
-        reason,
-        f"{advice}, or {raised}",
-        field,
-        needed=needed,
-        available=allowed,
-    )
+    for name, count in needed.items():
+        if count <= (allowed := getattr(limits, name)):
+            continue
+        reason, usual, advice, field = (*_REFUSALS[name], *_USUAL)[:4]
+        flag = _FLAGS.get(name)
+        raised = (
+            f"start the server with a higher {flag}" if flag else f"allow more in {_FILE % name}"
+        )
+        raise ResourceExhaustedError(
+            f"{count} {what or usual}, the limit is {allowed}",
+            reason,
+            f"{advice}, or {raised}",
+            field,
+            needed=count,
+            available=allowed,
+        )
 
 
 def check_batch(batch: Batch, limits: Limits) -> None:
     """Refuse a batch that is too large, before its tokens are looked at."""
-    check_limit(limits, "program_tokens", int(np.maximum.reduce(batch.lengths, initial=0)))
-    check_limit(limits, "programs", len(batch))
-    check_limit(limits, "vectors", batch.vectors)
+    longest = int(np.maximum.reduce(batch.lengths, initial=0))
+    programs = len(batch.lengths)
+    check_limits(limits, program_tokens=longest, programs=programs, vectors=batch.vectors)
 
 
 def check_header(message: bytes, limits: Limits) -> None:
@@ -145,13 +147,12 @@ def check_header(message: bytes, limits: Limits) -> None:
     It is not parsed before: an empty name has two bytes there and takes protobuf thirty.
     """
     rest = len(message) - _HEADER_BYTES - _NAME_FRAME_BYTES * limits.names
-    check_limit(limits, "name_bytes", rest, "bytes of names in the upload's first message")
+    check_limits(limits, "bytes of names in the upload's first message", name_bytes=rest)
 
 
 def check_names(names: Sequence[str], limits: Limits) -> None:
     """Refuse too many or too long names of variables, before they are copied."""
-    check_limit(limits, "names", len(names))
-    check_limit(limits, "name_bytes", len("".join(names).encode()))
+    check_limits(limits, names=len(names), name_bytes=len("".join(names).encode()))
 
 
 def check_result(
@@ -178,11 +179,10 @@ def check_result(
             needed=layout.variables,
             available=_DERIVED_VARIABLES,
         )
-    needed = sum(
-        math.prod(shape) * (layout.dtype.itemsize if output.is_of_data else 8)
-        for output, shape in evaluation.outputs(layout).items()
-    )
-    check_limit(limits, "result_bytes", needed)
+    needed = 0
+    for output, shape in evaluation.outputs(layout).items():
+        needed += math.prod(shape) * (layout.dtype.itemsize if output.is_of_data else 8)
+    check_limits(limits, result_bytes=needed)
     if needed > MOST_WHOLE_BYTES and not pieces:
         raise InvalidArgumentError(
             f"the answer has {needed} bytes, and one message takes {MOST_WHOLE_BYTES}",
@@ -215,7 +215,7 @@ def evaluation_memory(evaluation: Evaluation, layout: Layout) -> int:
 
 def check_fit(request: FitRequest, layout: Layout, limits: Limits) -> int:
     """Refuse a fit whose searches are too large, alone or together; return its `fit_memory`."""
-    check_limit(limits, "vectors", request.starts, "starts of a program, given and drawn")
+    check_limits(limits, "starts of a program, given and drawn", vectors=request.starts)
     most = int(request.problem.batch.parameter_counts.max(initial=0))
     if most > _FITTED_PARAMETERS:
         raise ResourceExhaustedError(
@@ -241,7 +241,7 @@ def check_fit(request: FitRequest, layout: Layout, limits: Limits) -> int:
             available=allowed,
         )
     needed = fit_memory(request, layout)
-    check_limit(limits, "result_bytes", needed, "bytes of searches")
+    check_limits(limits, "bytes of searches", result_bytes=needed)
     return needed
 
 

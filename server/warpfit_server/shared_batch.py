@@ -36,6 +36,8 @@ BATCH_ARRAYS: Final[Mapping[str, np.dtype[Any]]] = MappingProxyType(
 STARTS, PARAMETER_STARTS, VALUES, PARAMETERS, CODES = range(len(BATCH_ARRAYS))
 #: Address and bytes of each of the arrays.
 Places = Sequence[tuple[int, int]]
+#: Arrays of a `Batch`, which a `SharedBatch` makes when they are read.
+_MADE: Final = ("values", "parameters", "lengths", "parameter_counts", "codes")
 _OPERATORS: Final = tuple([row.code for row in OPERATORS.values()])
 
 
@@ -111,10 +113,6 @@ class BatchPart(NamedTuple):
     """Makes views of the arrays of a `Batch`, by name; it keeps the memory in place."""
 
 
-def _array(name: str) -> Any:
-    return property(lambda batch: batch._arrays[name])
-
-
 class SharedBatch(Batch):
     """The programs of one or several requests in turn, which stay where front ends wrote them.
 
@@ -131,9 +129,6 @@ class SharedBatch(Batch):
     places: NDArray[np.int64]
     """Address and bytes of each array of each part; [parts, arrays, 2]."""
     _sizes: list[int]
-    values, parameters, lengths, parameter_counts, codes = map(
-        _array, ("values", "parameters", "lengths", "parameter_counts", "codes")
-    )
 
     def __init__(self, parts: Sequence[BatchPart], vectors: int) -> None:
         set_field = object.__setattr__  # batches are frozen
@@ -198,11 +193,12 @@ class SharedBatch(Batch):
         """Return the summary of all parts together."""
         return BatchSummary.joining([(part.summary, part.places[CODES][1]) for part in self.parts])
 
-    @cached_property
-    def _arrays(self) -> Mapping[str, NDArray[Any]]:
+    def __getattr__(self, name: str) -> NDArray[Any]:
+        """Make the arrays when the first of them is read."""
+        if name not in _MADE:
+            raise AttributeError(name)
         first, *others = [part.arrays() for part in self.parts]
-        if not others:
-            return first
-        return {
-            name: np.concatenate([a, *(one[name] for one in others)]) for name, a in first.items()
-        }
+        for field in _MADE:
+            parts = first[field], *(one[field] for one in others)
+            object.__setattr__(self, field, np.concatenate(parts) if others else parts[0])
+        return getattr(self, name)  # type: ignore[no-any-return]

@@ -360,14 +360,14 @@ def build_batch(
         if isinstance(parameters, Set | Mapping):
             require_order(parameters, "parameters")
         entries = list(parameters) if isinstance(parameters, Iterable) else [parameters]
-        is_one_vector = len(programs) == 1 and all(
+        is_one_vector = len(programs.lengths) == 1 and all(
             getattr(entry, "ndim", 1) == 0
             or not (hasattr(entry, "__len__") or isinstance(entry, Iterator))
             for entry in entries
         )
         if single or is_one_vector:  # a single expression's vector may stand alone
             entries = [parameters]
-    vectors = ParameterVectors.of(len(programs), entries)
+    vectors = ParameterVectors.of(len(programs.lengths), entries)
     return Batch.joined(programs, vectors), vectors.leading_axis
 
 
@@ -423,9 +423,10 @@ def build_evaluation(
     ``values=None`` asks for values if nothing else is asked for. Also returned is whether the
     answer has a leading axis for parameter vectors.
     """
-    data = checked_handle(data)
+    dataset = checked_handle(data).dataset
+    layout = dataset.layout
     batch, leading_axis = build_batch(
-        expressions, parameters, data.names, cache or PopulationCache()
+        expressions, parameters, layout.names, cache or PopulationCache()
     )
     given = options.get("loss")
     loss = None if given is None else as_loss(given)
@@ -433,9 +434,9 @@ def build_evaluation(
     if values is None:
         values = loss is None and not any(outputs.values())
     evaluation = Evaluation(
-        dataset_id=data.content_id,
+        dataset_id=dataset.content_id,
         batch=batch,
-        rows=row_range(options.get("rows"), data.layout.rows),
+        rows=row_range(options.get("rows"), layout.rows),
         precision=member(Precision, options.get("precision", Precision.PRECISE), "precision"),
         loss=loss if isinstance(loss, Loss) else None,
         values=values,
@@ -443,7 +444,7 @@ def build_evaluation(
         custom_loss=loss if isinstance(loss, LossFunction) else None,
         **outputs,
     )
-    evaluation.check_options(data.layout)
+    evaluation.check_options(layout)
     return evaluation, leading_axis
 
 

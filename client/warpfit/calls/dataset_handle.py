@@ -43,8 +43,8 @@ def is_written(expressions: Any) -> bool:
     """Return whether a person may have written expressions: a few texts, or SymPy's expressions."""
     listed = expressions if isinstance(expressions, list | tuple) else [expressions]
     return len(listed) <= EXPRESSIONS and all(
-        isinstance(each, str) or type(each).__module__.partition(".")[0] == "sympy"
-        for each in listed
+        issubclass(kind, str) or kind.__module__.partition(".")[0] == "sympy"
+        for kind in set(map(type, listed))
     )
 
 

@@ -118,7 +118,7 @@ class KnownLimits:
         """Return the bounds of the parts of a request that a server has not refused yet."""
         most = self._most.get(_kind(request, layout)) if self._most else None
         if most is None:
-            return [0, len(problem_of(request).batch)]
+            return [0, len(problem_of(request).batch.lengths)]
         weights = _weights(request)
         return even_bounds(weights, math.ceil(min(weights.sum() / most, len(weights))))
 

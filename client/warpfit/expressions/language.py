@@ -608,12 +608,3 @@ def _latex_text(name: str) -> str:
     # Line ends, and characters that cannot be seen or turn the text around, are told by number.
     visible = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in name)
     return rf"\text{{{visible.translate(_LATEX_ESCAPES)}}}"
-
-
-def text_form(row: Operator) -> str:
-    """Return an operator over its operands a, b, c in the text language."""
-    if row.symbol is None:
-        return f"{row.name}({', '.join(row.operands)})"
-    if row.arity == 2:
-        return f"a {row.symbol} b"
-    return f"{row.symbol} a" if row.symbol.isalpha() else f"{row.symbol}a"

@@ -33,7 +33,7 @@ from warpfit.errors import InvalidArgumentError, UnimplementedError
 from warpfit.server_info import Limits
 from warpfit_server.ipc.messages import FoundDataset
 from warpfit_server.ipc.segments import Segment, SegmentPool
-from warpfit_server.limits import check_limit, check_names
+from warpfit_server.limits import check_limits, check_names
 from warpfit_server.system.machine import shortage
 
 #: Most bytes of an upload that have arrived and are not hashed yet.
@@ -263,8 +263,7 @@ class DataFolder:
         is_auto = file.dtype is None
         layout = table.layout(None, np.float32 if file.dtype is None else file.dtype)
         check_names(layout.names, limits)
-        check_limit(limits, "dataset_bytes", layout.nbytes)
-        check_limit(limits, "rows", layout.rows)
+        check_limits(limits, dataset_bytes=layout.nbytes, rows=layout.rows)
         rounding = RoundingCheck(layout, measures=is_auto)
         own = layout, b"", tenant, limits.resident_bytes
         try:

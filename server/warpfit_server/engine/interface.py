@@ -213,7 +213,7 @@ class Outputs:
 
 
 class Passes(Protocol):
-    """What a search has of the data sets of its engine; `LoadedDatasets` has the signatures."""
+    """The passes over loaded data sets that a search makes; see `LoadedDatasets`."""
 
     def whole(self, key: bytes) -> Dataset:
         """Return a data set with all rows; raise DatasetNotFoundError if it is not loaded."""

@@ -330,7 +330,7 @@ class Loop:
         as waiting. From these times front ends learn the engine time of a request.
         """
         answers: dict[FrontEndConnection, list[messages.RequestFinished]] = {}
-        total, own = sum(request.size for request in requests), timings
+        total, own = sum([request.size for request in requests]), timings
         for request in requests:
             request.connection.requests.discard(request)
             if len(requests) > 1:

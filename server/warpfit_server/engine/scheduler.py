@@ -118,8 +118,9 @@ class _TenantQueue(Generic[Item]):
 
     def first(self) -> Item:
         """Return the next request of the class that has been charged least."""
-        waiting = [queue for queue in (self.short, self.long) if queue.requests]
-        return next(iter(min(waiting, key=lambda q: q.charge).requests))
+        short, long = self.short, self.long
+        is_long = long.requests and (not short.requests or long.charge < short.charge)
+        return next(iter((long if is_long else short).requests))
 
     def is_queued(self, request: Item) -> bool:
         """Whether a request waits."""
@@ -232,7 +233,7 @@ class Scheduler(Generic[Item]):
             requests: as `next` returned them.
             seconds: duration of the step, shared among the requests by their sizes.
         """
-        total = sum(request.size for request in requests)
+        total = sum([request.size for request in requests])
         for request in requests:
             share = seconds * request.size / total if total else seconds / len(requests)
             tenant = self._tenants[request.tenant]
@@ -247,7 +248,7 @@ class Scheduler(Generic[Item]):
             requests: the requests of the step.
             unfinished: the requests among them that have more steps.
         """
-        self._begun -= sum(request.tenant != PROBE for request in requests)
+        self._begun -= sum([request.tenant != PROBE for request in requests])
         for request in unfinished:
             self.add(request)
         if self._turn is not None and self._turn.suspect in requests and not unfinished:
@@ -297,8 +298,10 @@ class Scheduler(Generic[Item]):
 
     def _is_crowded(self) -> bool:
         """Tell whether a step would slow down another one while several tenants are active."""
+        if not (self._shares_cores and self._begun):
+            return False
         tenants = [tenant for name, tenant in self._tenants.items() if name != PROBE]
-        if not self._shares_cores or not any(tenant.running for tenant in tenants):
+        if not any(tenant.running for tenant in tenants):
             return False
         recently = self._virtual_time - _ACTIVE
         return sum(tenant.is_waiting or tenant.charge > recently for tenant in tenants) > 1

@@ -449,7 +449,10 @@ class SegmentLayout(NamedTuple):
 
     def _batch_arrays(self, segment: Segment) -> dict[str, NDArray[Any]]:
         """Return the arrays of a `Batch`, of which those of tokens are views of the segment."""
-        found = {name: self.require(f"batch_{name}", segment) for name in BATCH_ARRAYS}
+        found = {}
+        for name, dtype in BATCH_ARRAYS.items():
+            _, (count,), offset = self.arrays[f"batch_{name}"]
+            found[name] = np.frombuffer(segment.map, dtype, count, offset)
         counts = np.diff(found.pop("starts")), np.diff(found.pop("parameter_starts"))
         return found | {"lengths": counts[0], "parameter_counts": counts[1]}
 

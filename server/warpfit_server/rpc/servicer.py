@@ -35,7 +35,7 @@ from warpfit_server.limits import (
     check_batch,
     check_fit,
     check_header,
-    check_limit,
+    check_limits,
     check_names,
     check_result,
     check_search,
@@ -132,8 +132,8 @@ class Servicer:
         kind = pb.OptimizeRequest if fits else pb.EvaluateRequest
         parsed: Any = codec.parse_message(kind, message)
         sent = parsed.problem if fits else parsed
-        check_limit(limits, "tokens", len(sent.programs.codes))
-        check_limit(limits, "loss_tokens", len(sent.loss_function.codes))
+        loss_tokens = len(sent.loss_function.codes)
+        check_limits(limits, tokens=len(sent.programs.codes), loss_tokens=loss_tokens)
         key = key_of(tenant, codec.check_content_id(sent.content_id))
         fit = codec.fit_from_message(parsed, key) if fits else None
         evaluation = codec.evaluation_from_message(parsed, key) if fit is None else fit.problem
@@ -239,8 +239,8 @@ class Servicer:
         record, admission = context.record, self._admission
         tenant, limits, arrived = record.tenant, context.limits, time.monotonic_ns()
         parsed = search_codec.search_from_bytes(message)
-        check_limit(limits, "loss_tokens", len(parsed.loss_function.codes))
-        check_limit(limits, "program_tokens", len(parsed.template.codes))
+        template, loss = len(parsed.template.codes), len(parsed.loss_function.codes)
+        check_limits(limits, loss_tokens=loss, program_tokens=template)
         key = key_of(tenant, codec.check_content_id(parsed.content_id))
         search = search_codec.search_from_message(parsed, key)
         del parsed
@@ -308,15 +308,14 @@ class Servicer:
         header = next(requests, b"")
         check_header(header, limits)
         first = codec.parse_message(pb.UploadVariablesRequest, header, most_fields=None)
-        check_limit(limits, "names", len(first.header.layout.names))
+        check_limits(limits, names=len(first.header.layout.names))
         layout, content_id = codec.upload_header(first)
         check_names(layout.names, limits)
         key = key_of(tenant, content_id)
         self._suspects.check_dataset(key)
         with suppress(DatasetNotFoundError):
             return _info(self._store.find(key))
-        check_limit(limits, "dataset_bytes", layout.nbytes)
-        check_limit(limits, "rows", layout.rows)
+        check_limits(limits, dataset_bytes=layout.nbytes, rows=layout.rows)
         own = layout, content_id, tenant, limits.resident_bytes
         with Upload(self._store, self._pool, *own) as upload:
             context.end_turn()

@@ -1,9 +1,9 @@
 """How processes end: with their parent, or because they are stuck; and what is left of them.
 
 Long evaluations are legitimate, so their length says nothing. But every engine polls the
-cancellation flag between blocks. An evaluation that goes on for ``--stuck-seconds`` after it was
-cancelled occupies a step for ever, and only a new process helps. The watchdog replaces engines that
-do not answer probes (`warpfit_server.processes.watchdog`).
+cancellation flag between blocks. An evaluation that goes on for `Config.stuck_seconds` after it was
+cancelled occupies a step for ever, which only the engine knows: it may still answer probes.
+All else is decided by `warpfit_server.processes.watchdog`, which replaces engines without answers.
 
 A server has a temporary directory. It holds a lock on a file there until it ends, however it ends.
 So a directory whose lock is free belongs to no server any more.

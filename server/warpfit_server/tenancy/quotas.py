@@ -128,7 +128,8 @@ class QuotaTable:
         A call may exceed the limits of bytes and engine time if it is alone in flight, and for it
         only the ``held`` bytes are counted already.
         """
-        offset, words, processes = self._offset(tenant), self._words, self._processes
+        words, processes = self._words, self._processes
+        offset = self._offsets.get(tenant) or self._offset(tenant)
         alone = [*amount]
         alone[1] += held
         with self._lock:

@@ -7,7 +7,6 @@ from typing import Final
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from support.engines.accuracy import BOUNDS, Bound, Bounds
-from warpfit.expressions.language import text_form
 from warpfit.ops import OPERATORS, Operator
 
 _INTRODUCTION: Final = """\
@@ -77,6 +76,15 @@ def operator_page() -> str:
         + _SLOPES_TEXT
         + "".join(_slopes(row) for row in rows)
     )
+
+
+def text_form(row: Operator) -> str:
+    """Return an operator over its operands a, b, c in the text language."""
+    if row.symbol is None:
+        return f"{row.name}({', '.join(row.operands)})"
+    if row.arity == 2:
+        return f"a {row.symbol} b"
+    return f"{row.symbol} a" if row.symbol.isalpha() else f"{row.symbol}a"
 
 
 def _line(*cells: str) -> str:

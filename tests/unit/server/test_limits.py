@@ -39,7 +39,7 @@ def check_result(limits):
         (check_batch, "vectors", 1, "TOO_MANY_VECTORS"),
         (check_result, "result_bytes", RESULT_BYTES, "RESULT_TOO_LARGE"),
         *(
-            (partial(module.check_limit, name=name, needed=9), name, 9, reason)
+            (partial(module.check_limits, **{name: 9}), name, 9, reason)
             for name, (reason, *_) in module._REFUSALS.items()
         ),
     ],

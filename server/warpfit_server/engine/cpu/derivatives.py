@@ -81,7 +81,7 @@ from warpfit_server.engine.cpu.interpreter import (
     weights_of,
 )
 from warpfit_server.engine.cpu.statistics import MOMENTS, REDUCTIONS, from_zero, merge_reductions
-from warpfit_server.engine.interface import Arithmetic, Outputs, Steps, edges_of
+from warpfit_server.engine.interface import Arithmetic, Steps, edges_of
 from warpfit_server.engine.lowering import NONE, Lowered, allocate, lower_chunk
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.arguments import (
@@ -129,14 +129,6 @@ _DOUBLE: Final = 8
 
 
 # ------------------------------------------------------------------------- plans and evaluations
-
-
-def needs_derivatives(evaluation: Evaluation, outputs: Outputs) -> bool:
-    """Whether an evaluation asks for more than values and one of the six losses."""
-    derivatives = (outputs.gradients, outputs.jacobian, outputs.variable_gradients)
-    statistics = (outputs.reductions, outputs.moments)
-    custom_loss = outputs.losses is not None and evaluation.loss is None
-    return custom_loss or any(array is not None for array in (*derivatives, *statistics))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

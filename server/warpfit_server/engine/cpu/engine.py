@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -86,6 +87,8 @@ _CHECKED_AT_ONCE: Final = 1 << 17
 #: Tokens of a batch that repeats from which on its lowered form is worth more than merging it:
 #: lowering a token takes 0.1 us, and a step of its own 0.3 ms, beside what it computes.
 _TOKENS_TO_KEEP: Final = 4_000
+#: Outputs beside values and losses.
+_FURTHER: Final = attrgetter("gradients", "jacobian", "variable_gradients", "reductions", "moments")
 
 
 class CpuEngine:
@@ -183,7 +186,8 @@ class CpuEngine:
     ) -> interface.Steps[Timings]:
         """Evaluate a batch into ``outputs``; see `interface.Engine`."""
         dataset = self._dataset(evaluation.dataset_id)
-        if derivatives.needs_derivatives(evaluation, outputs):
+        is_custom = outputs.losses is not None and evaluation.loss is None
+        if is_custom or [array for array in _FURTHER(outputs) if array is not None]:
             requested = requested_outputs(evaluation, outputs)
             steps = self._differentiate(dataset, evaluation, requested)
         else:
@@ -292,7 +296,8 @@ class CpuEngine:
         """
         # Another thread must receive meanwhile, and nobody wait for the values of a step.
         longest = _LONG_STEP if self.step_threads > 1 and on_step is None else 1
-        if work.cut.cost > self._step_size_of(work.function):
+        size = self._step_size_of(work.function)
+        if work.cut.cost > size:
             yield None
         stop = 0
         while stop < work.chunks:
@@ -306,7 +311,7 @@ class CpuEngine:
                 raise CancelledError("the evaluation was cancelled", "CANCELLED")
             done = work.cut.cost * (stop - first) / work.chunks
             # Work that ends before its time is over, and is no long one, says little.
-            if stop < work.chunks or 2 * done >= self._step_size_of(work.function):
+            if stop < work.chunks or 2 * done >= size:
                 rate = 1e9 * done / max(1, time.monotonic_ns() - started)
                 known = self._rates.setdefault(work.function, rate)
                 self._rates[work.function] = known + _RATE_WEIGHT * (rate - known)

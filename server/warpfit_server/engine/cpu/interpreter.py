@@ -349,14 +349,12 @@ class ChunkedWork:
     cancelled: NDArray[np.uint8]
     """[1]; not 0 once nobody wants the results any more."""
     block: NDArray[np.int64] = field(init=False)
+    chunks: int = field(init=False)
+    """Number of chunks."""
 
     def __post_init__(self) -> None:
         self.block = argument_block((*self.cut[:2], self.cancelled, *self.arrays))
-
-    @property
-    def chunks(self) -> int:
-        """Number of chunks."""
-        return len(self.cut.ranges) * len(self.cut.spans)
+        self.chunks = len(self.cut.ranges) * len(self.cut.spans)
 
     def helpers(self, first: int, stop: int) -> int:
         """Return how many threads gain from helping with some of the chunks."""

@@ -12,7 +12,7 @@ from warpfit import codec, testing
 from warpfit.calls.splitting import even_bounds
 from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.server_info import Limits
-from warpfit_server.limits import check_batch, check_fit, check_limit, check_result
+from warpfit_server.limits import check_batch, check_fit, check_limits, check_result
 
 rng = np.random.default_rng(3)
 X = rng.uniform(0.5, 2.0, size=(30, 2))
@@ -54,7 +54,7 @@ class LimitedServer(testing.InProcessServer):
 
     def check(self, batch, size):
         check_batch(batch, self.limits)
-        check_limit(self.limits, "tokens", len(batch.codes))
+        check_limits(self.limits, tokens=len(batch.codes))
         if size > self.limits.message_bytes:
             sizes = {"needed": size, "available": self.limits.message_bytes}
             raise ResourceExhaustedError("one message is too large", "MESSAGE_TOO_LARGE", **sizes)
