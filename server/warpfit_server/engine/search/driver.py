@@ -235,7 +235,7 @@ class _Search:
         try:
             yield from self._fit_constant()
             if spread == 0.0:  # nothing gets better on these rows
-                is_met = self._constant.loss <= self._asked
+                is_met = self._is_constant_allowed and self._constant.loss <= self._asked
                 return self._progress(SearchReason.TARGET_LOSS if is_met else SearchReason.IDLE)
             given = self._grammar, self._units, self._screening, settings
             waits = time.monotonic()

@@ -378,6 +378,15 @@ def test_a_constant_target_has_a_constant(search):
     assert search(constant, target_loss=0.0).reason is SearchReason.TARGET_LOSS
 
 
+def test_a_constant_that_units_forbid_meets_no_target(search):
+    data = table()
+    metre = np.eye(7)[0]
+    units = Units(np.tile(metre, (len(data.variables), 1)), metre, dimensionless_constants=True)
+    constant = Dataset.of(data.variables.T, np.full(60, 2.5), dtype="float64")
+    found = search(constant, units=units, target_loss=0.0)
+    assert (found.reason, len(found.front.batch)) == (SearchReason.IDLE, 0)
+
+
 def test_a_constant_is_judged_on_all_rows(search):
     """Hardly any screening rows see the rows that differ."""
     data = table(400)
