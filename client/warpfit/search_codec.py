@@ -73,6 +73,8 @@ def search_to_message(request: SearchRequest) -> pb.SearchRequest:
         form=_FORMS.codes[request.form],
         group=request.group,
         no_pairs=not request.pairs,
+        increasing=[column for column, sign in request.monotonic.items() if sign > 0],
+        decreasing=[column for column, sign in request.monotonic.items() if sign < 0],
         fit_iterations=request.fit_iterations,
         target_loss=None if request.target_loss == -math.inf else request.target_loss,
         **{name: getattr(request, name) for name in _NUMBERS},
@@ -87,10 +89,13 @@ def search_to_message(request: SearchRequest) -> pb.SearchRequest:
         message.units.target = b"" if units.target is None else pack(units.target, F64)
         message.units.dimensionless_constants = units.dimensionless_constants
     if (template := request.template) is not None:
-        message.template.codes = pack(template.program.codes, U8)
-        message.template.values = pack(template.program.values, F64)
-        for columns in template.functions:
-            message.template.functions.add(variables=columns)
+        message.template.codes = pack(template.codes, U8)
+        message.template.values = pack(template.values, F64)
+        message.template.arities.extend(template.arities)
+        message.template.fitted = template.fitted
+    for name, program in request.definitions.items():
+        codes, values = pack(program.codes, U8), pack(program.values, F64)
+        message.definitions.add(name=name, codes=codes, values=values)
     if request.guesses is not None:
         _set_batch(message.guesses, request.guesses)
     return message
@@ -146,6 +151,8 @@ def search_from_message(
             batch_from_message(message.guesses, "guesses") if message.HasField("guesses") else None
         ),
         pairs=not message.no_pairs,
+        definitions=_definitions(message.definitions),
+        monotonic=dict.fromkeys(message.increasing, 1) | dict.fromkeys(message.decreasing, -1),
         **given,
     )
 
@@ -178,8 +185,17 @@ def _units(message: pb.SearchUnits) -> Units:
 def _template(message: pb.SearchTemplate) -> Template:
     codes = unpack(message.codes, U8, "template.codes")
     values = unpack(message.values, F64, "template.values")
-    functions = tuple(tuple(columns.variables) for columns in message.functions)
-    return Template(Program(codes, values), functions)
+    return Template(codes, values, tuple(message.arities), message.fitted)
+
+
+def _definitions(messages: Iterable[pb.SearchDefinition]) -> dict[str, Program]:
+    return {
+        each.name: Program(
+            unpack(each.codes, U8, "definitions.codes"),
+            unpack(each.values, F64, "definitions.values"),
+        )
+        for each in messages
+    }
 
 
 def _by_operator(given: Mapping[str, T]) -> dict[str, T]:
@@ -210,6 +226,8 @@ def progress_to_bytes(progress: SearchProgress) -> bytes:
     message.front.sizes = pack(progress.front.sizes, U32)
     message.front.losses = pack(progress.front.losses, F64)
     _set_batch(message.front.programs, progress.front.batch)
+    if progress.front.parts is not None:
+        _set_batch(message.front.parts, progress.front.parts)
     return message.SerializeToString()
 
 
@@ -241,11 +259,17 @@ def progress_from_message(message: pb.SearchResponse, variables: int) -> SearchP
         raise broken_answer("has tokens of no formula")
     if batch.vectors != 1:
         raise broken_answer("has several vectors for a formula")
+    parts = None
+    if front.HasField("parts"):
+        parts = batch_from_message(front.parts, "front.parts")
+        if len(parts):
+            parts.check_shapes()
     return SearchProgress(
         front=Front(
             batch,
             received_array(front.sizes, U32, (count,), "sizes").astype(np.int64),
             received_array(front.losses, F64, (count,), "losses"),
+            parts,
         ),
         seconds=message.seconds,
         reason=_ENDS.member(message.end, "end"),

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError, bad_setting
-from warpfit.ir import Batch, Program
+from warpfit.ir import INDEX_LIMIT, Batch, Program
 from warpfit.losses import BUILT_IN, Loss, LossFunction
-from warpfit.ops import OPERATORS, VARIABLE
+from warpfit.ops import ARITIES, OPERATORS, PARAMETER, VARIABLE
 from warpfit.request import check_rows, check_target
 
 if TYPE_CHECKING:
@@ -31,8 +31,17 @@ BASE_UNITS: Final = 7
 MOST_SIZE: Final = 1_000
 #: Most rules of nesting.
 MOST_NESTINGS: Final = 64
-#: Most functions of a template.
+#: Codes of calls: of a template's functions and numbers, of defined functions, and behind both.
+FIRST_CALL: Final = 128
+FIRST_DEFINITION: Final = 192
+_BEHIND_CALLS: Final = 256
+#: Most functions of a template, and most of its tokens and of a defined function's.
 MOST_FUNCTIONS: Final = 8
+_MOST_TOKENS: Final = 1_000
+#: Most operands of a defined function.
+_MOST_OPERANDS: Final = 3
+#: Most parameters of a template.
+_MOST_PARAMETERS: Final = FIRST_DEFINITION - FIRST_CALL - MOST_FUNCTIONS
 #: Most islands, and most iterations of a fit.
 _MOST_ISLANDS: Final = 1 << 16
 _MOST_ITERATIONS: Final = 10_000
@@ -44,6 +53,10 @@ _MOST_ROUNDS: Final = 16
 _SAME_UNIT: Final = 1e-6
 #: Part of a unit that rounding may leave where the others have none.
 _ROUNDING: Final = 1e-9
+
+
+#: Operands of the operators by name.
+_ARITIES: Final = {name: row.arity for name, row in OPERATORS.items()}
 
 
 class Form(StrEnum):
@@ -89,8 +102,11 @@ class Rules:
     arguments: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Greatest size of each operand of an operator; -1 for any."""
 
-    def check(self) -> None:
+    def check(self, arities: Mapping[str, int] = _ARITIES) -> None:
         """Check all rules.
+
+        Args:
+            arities: number of operands of each operator that there is, by its name.
 
         Raises:
             InvalidArgumentError: for an unknown operator, or a number that makes no sense.
@@ -101,16 +117,16 @@ class Rules:
             ("complexities", self.complexities, 1),
             ("counts", self.counts, 0),
         ):
-            check_operators(numbers, name)
+            check_operators(numbers, name, arities)
             for operator, number in numbers.items():
                 _check_number(f"{name} of {operator}", number, least, MOST_SIZE)
         _check_number("rules of nesting", len(self.nesting), 0, MOST_NESTINGS)
         for pair, number in self.nesting.items():
-            check_operators(pair, "nesting")
+            check_operators(pair, "nesting", arities)
             _check_number(f"nesting of {pair[1]} in {pair[0]}", number, 0, MOST_SIZE)
-        check_operators(self.arguments, "arguments")
+        check_operators(self.arguments, "arguments", arities)
         for operator, sizes in self.arguments.items():
-            arity = OPERATORS[operator].arity
+            arity = arities[operator]
             if len(sizes) != arity or not all(s == -1 or 1 <= s <= MOST_SIZE for s in sizes):
                 wanted = f"a size from 1, or -1 for any, for each of its {arity} operands"
                 raise bad_setting(f"arguments of {operator}", sizes, wanted)
@@ -202,38 +218,79 @@ class Units:
 class Template:
     """Outer form of the formula, over variables, fitted parameters and searched functions."""
 
-    program: Program
-    """Tokens of the form. Function i is the variable token ``variables + i``, where ``variables``
-    is the number of columns of the data set; parameters are fitted."""
-    functions: tuple[tuple[int, ...], ...]
-    """For each function the columns that it may use."""
+    codes: NDArray[np.uint8]
+    """Tokens of the form in postfix. Code ``FIRST_CALL + i`` calls function i: its arguments are
+    the operands before it. Parameters are fitted."""
+    values: NDArray[np.float64]
+    arities: tuple[int, ...]
+    """Number of arguments of each function, which sees nothing else. They are its variables."""
+    fitted: int = 0
+    """Numbers around the form that are fitted: 2 for slope and intercept, 1 for a slope."""
 
-    def check(self, variables: int, group: int | None) -> None:
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return int(self.values[self.codes == PARAMETER].max(initial=-1.0)) + 1
+
+    def check(self, variables: int, definitions: Mapping[str, Program]) -> None:
         """Check the template on data of so many variables.
 
         Raises:
-            InvalidArgumentError: if it has no function or too many, does not call one, or a
-                function may use no column, or one that there is not.
+            InvalidArgumentError: if its tokens are no expression, or it has no function or too
+                many, or does not call one.
         """
-        count = len(self.functions)
-        is_variable = self.program.codes == VARIABLE
-        called = set((self.program.values[is_variable] - variables).astype(np.int64).tolist())
-        what = ""
-        if not 1 <= count <= MOST_FUNCTIONS:
-            what = f"the template has {count} functions"
-        elif self.program.variables > variables + count:
-            what = f"the template has the variable token {self.program.variables - 1}"
-        elif missing := set(range(count)) - called:
-            what = f"the template does not call function {min(missing)}"
-        if what:
+        if what := self._mistake(variables, definitions):
             raise InvalidArgumentError(
                 what,
                 "BAD_TEMPLATE",
-                f"Have 1 to {MOST_FUNCTIONS} functions; their variables follow the data set's",
+                f"Have 1 to {MOST_FUNCTIONS} functions of at least one argument, and call each; "
+                f"at most {_MOST_PARAMETERS} parameters and {_MOST_TOKENS} tokens in postfix",
                 "template",
             )
-        for columns in self.functions:
-            _check_columns(columns, variables, group, "template")
+
+    def _mistake(self, variables: int, definitions: Mapping[str, Program]) -> str:
+        """Return what is wrong with the template, or an empty text."""
+        count, codes, values = len(self.arities), self.codes, self.values
+        if not 1 <= count <= MOST_FUNCTIONS or not all(0 < a < 256 for a in self.arities):
+            return f"the template has {count} functions, with {list(self.arities)[:20]} arguments"
+        if not 0 < len(codes) == len(values) <= _MOST_TOKENS:
+            return f"the template has {len(codes)} tokens and {len(values)} values"
+        places = values[(codes == VARIABLE) | (codes == PARAMETER)]
+        if not ((places >= 0) & (places == np.floor(places)) & (places < INDEX_LIMIT)).all():
+            return "the template has a variable or parameter whose index is no whole number"
+        if values[codes == VARIABLE].max(initial=-1.0) >= variables:
+            return f"the template has a variable beyond the {variables} of the data"
+        if self.parameters > _MOST_PARAMETERS:
+            return f"the template has {self.parameters} parameters"
+        arities = arities_of(self, definitions)
+        # Parameters are numbered as functions are, behind them, and called by no code of their own.
+        arities[FIRST_CALL + count : FIRST_DEFINITION] = -1
+        if (arities[codes] < 0).any() or not _is_expression(arities[codes]):
+            return "the template's tokens are no expression"
+        called = {
+            *(codes[(codes >= FIRST_CALL) & (codes < FIRST_DEFINITION)] - FIRST_CALL).tolist()
+        }
+        if missing := {*range(count)} - called:
+            return f"the template does not call function {min(missing)}"
+        return "" if self.fitted in (0, 1, 2) else f"{self.fitted} numbers are around the template"
+
+
+def _is_expression(arities: NDArray[np.int64]) -> bool:
+    """Return whether each operator has its operands, and one value is left."""
+    heights = np.cumsum(1 - arities)
+    before = heights - (1 - arities)
+    return bool((before >= arities).all() and heights[-1] == 1)
+
+
+def arities_of(template: Template | None, definitions: Mapping[str, Program]) -> NDArray[np.int64]:
+    """Return the operands of each code, those of calls too, -1 for none that there is; [256]."""
+    arities = ARITIES.astype(np.int64)
+    if template is not None:
+        functions = [*template.arities, *[0] * template.parameters][: FIRST_DEFINITION - FIRST_CALL]
+        arities[FIRST_CALL : FIRST_CALL + len(functions)] = functions
+    for place, program in enumerate(definitions.values()):
+        arities[FIRST_DEFINITION + place] = program.variables
+    return arities
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -249,7 +306,10 @@ class SearchRequest:
     operators: Mapping[str, float] = field(
         default_factory=lambda: dict.fromkeys(DEFAULT_OPERATORS, 1.0)
     )
-    """Operators that formulas are made of, with the weight by which each is drawn."""
+    """Operators that formulas are made of, with the weight by which each is drawn. Names of
+    ``definitions`` may be among them."""
+    definitions: Mapping[str, Program] = field(default_factory=dict)
+    """Functions of the caller by name, over their operands as variables."""
     variables: tuple[int, ...] | None = None
     """Columns that formulas may use; None for all."""
     rules: Rules = field(default_factory=Rules)
@@ -260,6 +320,8 @@ class SearchRequest:
     form: Form = Form.SCALED
     template: Template | None = None
     """Instead of ``form``."""
+    monotonic: Mapping[int, int] = field(default_factory=dict)
+    """For columns 1 if no formula may fall where they grow, -1 if none may rise."""
     group: int | None = None
     """Column whose value is a row's group, by which constants differ; formulas do not use it."""
     guesses: Batch | None = None
@@ -323,7 +385,10 @@ class SearchRequest:
         if 0 < self.population < self.islands:
             wanted = f"at least a formula for each of the {self.islands} islands"
             raise bad_setting("population", self.population, wanted)
-        check_operators(self.operators, "operators")
+        self._check_definitions()
+        own = {name: program.variables for name, program in self.definitions.items()}
+        arities = _ARITIES | own
+        check_operators(self.operators, "operators", arities)
         if not self.operators:
             wanted = "at least one operator, or none at all for the usual ones"
             raise bad_setting("operators", self.operators, wanted)
@@ -331,17 +396,37 @@ class SearchRequest:
             if not 0.0 < weight < math.inf:
                 raise bad_setting(f"the weight of {operator}", weight, "a positive, finite number")
         self._check_variables(layout)
-        self.rules.check()
+        self.rules.check(arities)
         if self.template is not None:
-            self.template.check(layout.variables, self.group)
+            self.template.check(layout.variables, self.definitions)
+        for column, sign in self.monotonic.items():
+            if not 0 <= column < layout.variables or sign not in (1, -1):
+                wanted = "a column of the data, and 1 or -1"
+                raise bad_setting("monotonic", {column: sign}, wanted)
         if self.units is not None:
             columns = self.columns(layout)
             self.units.check(layout.variables, columns)
-            if self.template is None:
+            if self.template is None and not self.definitions:
                 used = [name for name in self.operators if self.rules.counts.get(name) != 0]
                 self.units.check_operators(used, columns)
         if self.guesses is not None:
             self._check_guesses(self.guesses, layout)
+
+    def _check_definitions(self) -> None:
+        if len(self.definitions) > _BEHIND_CALLS - FIRST_DEFINITION:
+            wanted = f"at most {_BEHIND_CALLS - FIRST_DEFINITION} functions"
+            raise bad_setting("definitions", len(self.definitions), wanted)
+        for name, program in self.definitions.items():
+            arity, used = program.variables, {*program.values[program.codes == VARIABLE].tolist()}
+            if (
+                name in OPERATORS
+                or program.parameters
+                or len(program) > _MOST_TOKENS
+                or not 1 <= arity == len(used) <= _MOST_OPERANDS
+            ):
+                wanted = f"a name of no operator, and at most {_MOST_TOKENS} tokens over each of "
+                wanted += f"1 to {_MOST_OPERANDS} operands, without parameters"
+                raise bad_setting(f"the definition of {name}", str(program)[:200], wanted)
 
     def _check_budget(self) -> None:
         if not 0.0 <= self.max_seconds < math.inf:
@@ -369,13 +454,9 @@ class SearchRequest:
         _check_columns(self.columns(layout), layout.variables, self.group, "variables")
 
     def _check_guesses(self, guesses: Batch, layout: Layout) -> None:
-        if self.template is not None:
-            raise InvalidArgumentError(
-                "a search with a template begins with no formulas",
-                "CONFLICTING_SETTINGS",
-                "Leave guesses or template out",
-                "guesses",
-            )
+        if self.template is not None or self.definitions:
+            self._check_parts(guesses, layout)
+            return
         guesses.check(layout.variables)
         if guesses.vectors != 1:
             raise bad_setting("vectors of guesses", guesses.vectors, "one vector for each guess")
@@ -390,6 +471,37 @@ class SearchRequest:
                 "guesses",
             )
 
+    def _check_parts(self, guesses: Batch, layout: Layout) -> None:
+        """Check guesses that are parts of formulas, as those of a `Front`."""
+        guesses.check_shapes()
+        arities = arities_of(self.template, self.definitions)
+        functions = [0]
+        if self.template is not None:
+            functions = [*self.template.arities, *[0] * self.template.parameters]
+        starts, what = guesses.starts, ""
+        if len(guesses) % len(functions):
+            what = f"{len(guesses)} parts of formulas, not some of each of {len(functions)} parts"
+        for place in range(0 if what else len(guesses)):
+            own = slice(int(starts[place]), int(starts[place + 1]))
+            codes, values = guesses.codes[own], guesses.values[own]
+            operands = arities[codes]
+            is_variable = codes == VARIABLE
+            allowed: Sequence[int] = self.columns(layout)
+            if self.template is not None:
+                allowed = range(functions[place % len(functions)])
+            if (
+                not len(codes)
+                or (operands < 0).any()
+                or (codes == PARAMETER).any()
+                or not _is_expression(operands)
+                or not np.isin(values[is_variable], [*allowed]).all()
+            ):
+                what = f"part {place} of a formula that is no expression over its own variables"
+                break
+        if what:
+            wanted = "each function and number of each formula in turn, without parameters"
+            raise bad_setting("guesses", what, wanted)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Front:
@@ -402,6 +514,9 @@ class Front:
     """Size of f by the rules' complexities, without slope and intercept; [formulas]."""
     losses: NDArray[np.float64]
     """Loss on the rows of the request, [formulas]."""
+    parts: Batch | None = None
+    """For a template or definitions: each function of each formula in turn, then its parameters,
+    all without parameters, as they are searched. Slope and intercept are not among them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -428,11 +543,11 @@ class SearchProgress:
 # --------------------------------------------------------------------------------- checks of values
 
 
-def check_operators(names: Iterable[str], field: str) -> None:
+def check_operators(names: Iterable[str], field: str, known: Mapping[str, int] = _ARITIES) -> None:
     """Check the names of operators; raise InvalidArgumentError for one that is not known."""
     for name in names:
-        if name not in OPERATORS:
-            close = difflib.get_close_matches(name, OPERATORS, n=1)
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
             raise InvalidArgumentError(
                 f"there is no operator {name!r}",
                 "UNKNOWN_OPERATOR",

@@ -285,7 +285,7 @@ def check_search(request: SearchRequest, layout: Layout, limits: Limits, availab
 
     Raises:
         InvalidArgumentError: as `SearchRequest.check`.
-        UnimplementedError: for a template or groups, which engines do not know yet.
+        UnimplementedError: for groups, which engines do not know yet.
     """
     if request.guesses is not None:
         check_batch(request.guesses, limits)
@@ -300,14 +300,13 @@ def check_search(request: SearchRequest, layout: Layout, limits: Limits, availab
                 available=_GUESSED_TOKENS,
             )
     request.check(layout)
-    for name in ("template", "group"):
-        if getattr(request, name) is not None:
-            raise UnimplementedError(
-                f"this server's engines search for no formulas with a {name}",
-                "SEARCH_NOT_SUPPORTED",
-                f"Leave the {name} out; warpfit.sklearn.SymbolicRegressor has it",
-                name,
-            )
+    if request.group is not None:
+        raise UnimplementedError(
+            "this server's engines search for no formulas with a group",
+            "SEARCH_NOT_SUPPORTED",
+            "Leave the group out; warpfit.sklearn.SymbolicRegressor has it",
+            "group",
+        )
     start, stop = request.row_range(layout)
     if (rows := min(request.screening_rows, stop - start)) > MOST_SCREENING_ROWS:
         raise InvalidArgumentError(
@@ -339,7 +338,8 @@ def search_bytes(request: SearchRequest, layout: Layout) -> int:
     population = request.population or _USUAL_POPULATION
     rows = min(request.screening_rows, stop - start)
     formula = _SEARCH_FORMULA_BYTES + _SEARCH_TOKEN_BYTES * 2 * request.rules.max_size
-    columns = 12 * rows * (layout.variables + 2)  # in float64, and in float32 for the scores
+    # In float64, and in float32 for the scores; and again with each column moved that has a sign.
+    columns = 12 * rows * (layout.variables + 2) * (1 + len(request.monotonic))
     guesses = 0 if request.guesses is None else _LOWERED_BYTES * len(request.guesses.codes)
     pairs = (
         pair_search_bytes(min(rows, PAIR_ROWS)) if request.pairs and request.template is None else 0

@@ -5,11 +5,8 @@ results/generations.json:
 
 - a DEAP run of 1,000 trees on 100,000 rows: time of a generation's evaluation, conversion included,
   as the worker sees it;
-- generations of 1,000 and 5,000 formulas as flat arrays on 10,000 rows, as `SymbolicRegressor`
-  breeds them, without fits: conversion and evaluation, tournaments, variation, and duplicates left
-  out by hash;
-- where EvoGP is installed, as many of its generations on the same data: evaluation, selection,
-  crossover and mutation on the device.
+- where EvoGP is installed, generations of 1,000 and 5,000 of its formulas on 10,000 rows:
+  evaluation, selection, crossover and mutation on the device.
 
 ``--devices cpu --scale 0.01`` tries the program without a GPU.
 """
@@ -30,16 +27,13 @@ from harness import SEED, ServerProcess, percentiles, save
 import warpfit
 from warpfit.frontends.deap import Evaluator
 from warpfit.ops import OPERATORS
-from warpfit.sklearn.genomes import Breeder, hashes
 
 VARIABLES = 10
 OPERATOR_NAMES = ("add", "sub", "mul", "div", "exp", "sqrt", "sin", "cos")
-#: Most tokens of a formula of flat arrays and of EvoGP's.
+#: Most tokens of EvoGP's formulas.
 WIDTH = 64
 GENERATIONS = 30
 WARM_UP = 3
-#: Offspring for each formula that is wanted, duplicates among them.
-OFFSPRING = 1.1
 
 
 def table(rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -82,41 +76,6 @@ def deap_run(client: warpfit.Client, trees: int, rows: int) -> dict[str, Any]:
         "rows": rows,
         "nodes_of_a_tree": [min(lengths), max(lengths)],
         "evaluation": percentiles(walls[WARM_UP:]),
-    }
-
-
-def flat_run(client: warpfit.Client, count: int, rows: int) -> dict[str, Any]:
-    """Breed formulas as flat arrays, a whole population at once."""
-    rng = np.random.default_rng(SEED)
-    codes = tuple(OPERATORS[name].code for name in OPERATOR_NAMES)
-    breeder = Breeder(rng, codes, VARIABLES, WIDTH)
-    data = client.upload(*table(rows))
-
-    def parents(order: np.ndarray) -> np.ndarray:
-        return order[rng.integers(len(order), size=(3, int(OFFSPRING * count))).min(axis=0)]
-
-    genomes, walls, answers, evaluated = breeder.first(count), [], [], []
-    for _ in range(GENERATIONS):
-        evaluated.append(len(genomes))
-        started = time.perf_counter()
-        losses = client.evaluate(data, genomes.population(), loss="mse", precision="fast")
-        answered = time.perf_counter()
-        order = np.argsort(np.where(np.isfinite(losses), losses, np.inf))
-        children = breeder.offspring(genomes, parents(order), parents(order))
-        _, different = np.unique(hashes(children), return_index=True)
-        genomes = children[np.sort(different)[:count]]
-        walls.append(time.perf_counter() - started)
-        answers.append(answered - started)
-    variation = np.subtract(walls, answers)[WARM_UP:]
-    return {
-        "formulas": count,
-        "evaluated": float(np.mean(evaluated)),
-        "rows": rows,
-        "tokens_of_a_formula": float(genomes.sizes.mean()),
-        "generation": percentiles(walls[WARM_UP:]),
-        "evaluation": percentiles(answers[WARM_UP:]),
-        "variation": percentiles(variation.tolist()),
-        "offspring_a_second": OFFSPRING * count / float(np.median(variation)),
     }
 
 
@@ -189,7 +148,6 @@ def main() -> None:
         content = {
             "seed": SEED,
             "deap": run(deap_run, (client, 1_000, 100_000)),
-            "flat arrays": run(flat_run, *((client, *size) for size in sizes)),
         }
     if find_spec("evogp"):
         content["EvoGP"] = run(evogp_run, *sizes)

@@ -41,7 +41,6 @@ from warpfit.sklearn import (  # noqa: E402
 from warpfit.sklearn.constraints import consistency  # noqa: E402
 from warpfit.sklearn.equations import selected  # noqa: E402
 from warpfit.sklearn.genomes import Genomes  # noqa: E402
-from warpfit.sklearn.search import Search  # noqa: E402
 from warpfit.sklearn.target_search import Progress, TargetSearch  # noqa: E402
 
 #: Operators that are enough for the law; searching with all of them takes three times as long.
@@ -333,7 +332,7 @@ def test_monotonicity_holds_in_every_row(search):
     X = points(100)
     y = np.sin(3.0 * X[:, 0]) - X[:, 1] ** 2 + 0.5 * X[:, 0]
     signs = {"x1": "increasing", "x2": "decreasing"}
-    model = search(constraints={"monotonic": signs}, population=60, generations=4).fit(X, y)
+    model = search(constraints={"monotonic": signs}, population=None, generations=8).fit(X, y)
     assert len(model.front_) > 1
     for index in range(len(model.front_)):
         for column, sign in ((0, 1.0), (1, -1.0)):
@@ -542,13 +541,11 @@ def test_what_was_found_is_kept(search, monkeypatch, tmp_path, capsys, how):
             raise UnavailableError("nobody is there")
         os.kill(os.getpid(), cut)
 
-    advance = Search._advance
-    monkeypatch.setattr(
-        Search, "_advance", lambda own: end() if own.generation == 2 else advance(own)
-    )
-    with pytest.warns(SearchWarning, match="generation 2"):
-        model = search(generations=9, max_size=9, constraints=signs).fit(X, y)
-    assert (model.n_iter_, model.reason_) == (2, how)
+    # The engine reports once a second, and where it ends.
+    monkeypatch.setattr(Progress, "report", end)
+    with pytest.warns(SearchWarning, match="were found until then"):
+        model = search(generations=10**6, max_size=9, constraints=signs).fit(X, y)
+    assert model.reason_ == how
     assert len(model.front_[0]) > 1
     assert [len(e.program) for e in model.front_[1]] == [1]  # a target that nobody has looked at
     for equation in model.front_[0]:
@@ -584,19 +581,6 @@ def test_nothing_is_uploaded_or_fitted_once_the_time_is_over(search, monkeypatch
     assert late == []
 
 
-def test_an_interrupt_of_the_first_population_keeps_the_library(search, monkeypatch):
-    def end(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Search, "_admit", end)
-    X = points(50)
-    X[0, 0] = 0.0  # so that formulas of the library are not finite
-    with pytest.warns(SearchWarning, match="generation 0"):
-        signs = {"monotonic": {"x1": "increasing"}}
-        model = search(operators=["add", "div", "log"], constraints=signs).fit(X, law(X))
-    assert model.reason_ == "interrupt" and len(model.front_) > 1
-
-
 @pytest.mark.parametrize(
     ("error", "reason"),
     [(KeyboardInterrupt, "interrupt"), (lambda: UnavailableError("nobody is there"), "server")],
@@ -616,17 +600,14 @@ def test_what_the_engine_had_found_is_kept(search, monkeypatch, error, reason):
     assert {equation.program for equation in model.front_} & {*found}
 
 
-@pytest.mark.parametrize("is_engine", [True, False])
-def test_an_interrupt_before_anything_is_found_is_raised(search, monkeypatch, is_engine):
+def test_an_interrupt_before_anything_is_found_is_raised(search, monkeypatch):
     def end(*_, **options):
-        if "seed" in options or not is_engine:  # the other one shows that a server is ready
+        if "seed" in options:  # the other one shows that a server is ready
             raise KeyboardInterrupt
 
-    own, name = (warpfit.Client, "search") if is_engine else (Search, "_scored")
-    monkeypatch.setattr(own, name, end)
+    monkeypatch.setattr(warpfit.Client, "search", end)
     with pytest.raises(KeyboardInterrupt):
-        settings = {} if is_engine else {"constraints": {"monotonic": {"x1": "increasing"}}}
-        search(**settings).fit(points(50), law(points(50)))
+        search().fit(points(50), law(points(50)))
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_warning(search, tmp_path, monkeypatch):

@@ -34,6 +34,7 @@ from warpfit.frontends import as_population
 from warpfit.ir import Batch, Program, subtree_starts
 from warpfit.losses import Loss, LossFunction, as_loss
 from warpfit.ops import ARITIES, OPERATORS, PARAMETER
+from warpfit.parse import MACROS, parse
 from warpfit.request import Timings
 from warpfit.searching import (
     DEFAULT_OPERATORS,
@@ -102,8 +103,13 @@ class SearchOptions(TypedDict, total=False):
     form: Form | str
     """``"scaled"`` (default) for a + b f with the best slope and intercept, ``"plain"`` for f."""
     template: Template | None
-    """Outer form of the formula instead of ``form``, a `warpfit.searching.Template`. Engines do not
-    know it yet, and refuse it."""
+    """Outer form of the formula instead of ``form``, a `warpfit.searching.Template`."""
+    definitions: Mapping[str, Any] | None
+    """Functions that may be among the operators, by name: expressions over their operands a, b and
+    c. Functions of `warpfit.define` are known without."""
+    monotonic: Mapping[str | int, str] | None
+    """For variables, by name or index, ``"increasing"`` or ``"decreasing"``: no formula falls, or
+    rises, where they grow on the screening rows."""
     group: str | int | None
     """Name or index of the variable that numbers the groups of rows: all constants differ by group,
     and formulas do not use it. Engines do not know it yet, and refuse it."""
@@ -146,7 +152,7 @@ def build_search(data: DatasetHandle, options: SearchOptions) -> SearchRequest:
         operators = {name: number(weight, f"weight of {name}") for name, weight in given.items()}
     elif given is not None:
         operators = dict.fromkeys([given] if isinstance(given, str) else given, 1.0)
-    check_operators(operators, "operators")
+    definitions = _definitions(options, operators)
     columns, group = options.get("variables"), options.get("group")
     budget = {
         name: _positive(options.get(keyword), keyword)
@@ -181,6 +187,8 @@ def build_search(data: DatasetHandle, options: SearchOptions) -> SearchRequest:
         custom_loss=loss if isinstance(loss, LossFunction) else None,
         form=member(Form, options.get("form", Form.SCALED), "form"),
         template=options.get("template"),
+        definitions=definitions,
+        monotonic=_directions(options.get("monotonic"), names),
         group=None if group is None else _column(group, names, "group"),
         guesses=_guesses(options.get("guesses"), names),
         pairs=bool(options.get("pairs", True)),
@@ -193,6 +201,34 @@ def build_search(data: DatasetHandle, options: SearchOptions) -> SearchRequest:
         raise bad_setting("progress", progress, "a function of one SearchResult, or None")
     request.check(layout)
     return request
+
+
+def _definitions(options: SearchOptions, operators: Iterable[str]) -> dict[str, Program]:
+    """Return the functions that are given, and those of `warpfit.define` that are named."""
+    given: Any = options.get("definitions") or {}
+    if not isinstance(given, Mapping):
+        raise bad_setting("definitions", given, 'a mapping such as {"sinc": "sin(a)/a"}')
+    found = {
+        name: text if isinstance(text, Program) else parse(text, ("a", "b", "c"))
+        for name, text in given.items()
+    }
+    nesting: Any = options.get("nesting") or {}
+    named = [*operators, *nesting, *(name for inside in nesting.values() for name in inside)]
+    for name in named if isinstance(nesting, Mapping) else []:
+        macro = None if name in found or name in OPERATORS else MACROS.find(name)
+        if macro is not None:
+            found[name] = Program(macro.codes, macro.values)
+    check_operators(operators, "operators", dict.fromkeys([*OPERATORS, *found], 0))
+    return found
+
+
+def _directions(given: Any, names: Sequence[str]) -> dict[int, int]:
+    if given is None:
+        return {}
+    signs = {"increasing": 1, "decreasing": -1}
+    if not isinstance(given, Mapping) or not {*given.values()} <= {*signs}:
+        raise bad_setting("monotonic", given, 'a mapping such as {"x1": "increasing"}')
+    return {_column(name, names, "monotonic"): signs[way] for name, way in given.items()}
 
 
 def _positive(value: Any, field: str) -> int:
@@ -321,6 +357,9 @@ class SearchResult(Shown):
     """Durations of the stages of the last attempt on its server; None before the end."""
     names: tuple[str, ...]
     """Names of the variables, or empty."""
+    parts: Batch | None = None
+    """For a template or functions of one's own: each function of each formula in turn, and then the
+    template's parameters, with their numbers; see `warpfit.searching.Front`."""
 
     @classmethod
     def of(
@@ -333,10 +372,11 @@ class SearchResult(Shown):
         """Return a progress as users see it."""
         front = progress.front
         counters: Any = (progress.generations, progress.formulas, progress.distinct, progress.fits)
-        return cls(
+        found = cls(
             *(front.batch, front.sizes, front.losses, progress.reason, progress.seconds),
             *(*counters, progress.pairs, progress.restarts, interruptions, timings, names),
         )
+        return replace(found, parts=front.parts)
 
     def __len__(self) -> int:
         """Count the formulas."""
@@ -446,8 +486,7 @@ class SearchRun:
                     raise SearchEndedError(reason)
                 left[name] = most - used if most else most
             request = replace(request, **left)
-            if request.template is None and request.group is None:
-                request = replace(request, guesses=_joined(request, before.front))
+            request = replace(request, guesses=_joined(request, before.front))
         return search_codec.search_to_message(request)
 
     def read(self, messages: Iterable[pb.SearchResponse]) -> None:
@@ -523,7 +562,23 @@ def merged(first: Front, second: Front, *, is_score: bool = False) -> Front:
     arrays: Any = {
         name: np.concatenate([getattr(own, name), getattr(other, name)]) for name in _BATCH_ARRAYS
     }
-    return Front(Batch(**arrays)[kept], sizes[kept], losses[kept])
+    return Front(
+        Batch(**arrays)[kept], sizes[kept], losses[kept], _merged_parts(first, second, kept)
+    )
+
+
+def _merged_parts(first: Front, second: Front, kept: NDArray[np.int64]) -> Batch | None:
+    """Return the parts of some formulas of two fronts."""
+    known = [front for front in (first, second) if front.parts is not None and len(front.sizes)]
+    if not known:
+        return second.parts
+    functions = len(known[0].parts or ()) // len(known[0].sizes)
+    rows = (kept[:, None] * functions + np.arange(functions)).reshape(-1)
+    arrays: Any = {
+        name: np.concatenate([getattr(front.parts, name) for front in known])
+        for name in _BATCH_ARRAYS
+    }
+    return Batch(**arrays)[rows]
 
 
 _BATCH_ARRAYS: Final = ("codes", "values", "lengths", "parameter_counts", "parameters")
@@ -531,6 +586,13 @@ _BATCH_ARRAYS: Final = ("codes", "values", "lengths", "parameter_counts", "param
 
 def _joined(request: SearchRequest, front: Front) -> Batch | None:
     """Return the guesses of a search with the formulas of a front."""
+    if (parts := front.parts) is not None:
+        known = [batch for batch in (request.guesses, parts) if batch is not None and len(batch)]
+        arrays: Any = {
+            name: np.concatenate([getattr(batch, name) for batch in known])
+            for name in _BATCH_ARRAYS
+        }
+        return Batch(**arrays) if known else None
     given, programs, starts = request.guesses, [], []
     for index in range(0 if given is None else len(given)):
         assert given is not None

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from warpfit.calls.dataset_handle import DatasetHandle
-from warpfit.client import Client
 from warpfit.errors import InvalidArgumentError, did_you_mean
 from warpfit.expressions.reference import evaluate_program
 from warpfit.formulas.units import joined
-from warpfit.ir import Batch, Program
+from warpfit.ir import Program
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit.parse import MACROS, function, function_names
 from warpfit.searching import Units
 from warpfit.sklearn.genomes import (
-    ADD,
     DIV,
     GLUE,
     OPERANDS,
@@ -31,11 +28,8 @@ from warpfit.sklearn.genomes import (
     Mask,
     depths,
     fold,
-    packed,
     simplified,
-    tokens,
 )
-from warpfit.sklearn.pairs import product
 
 if TYPE_CHECKING:
     from warpfit.sklearn.forms import Form
@@ -193,8 +187,6 @@ _ROUNDING: Final = 1e-9
 #: the values.
 _STEP: Final = 1e-6
 _FLAT: Final = 1e-12
-#: Returns the part of the rows in which a + b f violates a constraint; takes f, b and the rows.
-Violations = Callable[[Genomes, Floats, DatasetHandle], Floats]
 
 
 def directions(given: Mapping[str, str], names: Sequence[str], variables: int) -> dict[int, float]:
@@ -224,48 +216,6 @@ def directions(given: Mapping[str, str], names: Sequence[str], variables: int) -
                 "constraints",
             )
     return {known.index(name): _DIRECTIONS[direction] for name, direction in named}
-
-
-def violations(
-    given: Mapping[str, str], names: Sequence[str], variables: int, client: Client
-) -> Violations:
-    """Return a measure of violations; arguments as for `directions`.
-
-    The derivative of a formula by a variable is that by a parameter that is added to it.
-    """
-    signs = directions(given, names, variables)
-
-    def measure(genomes: Genomes, slopes: Floats, data: DatasetHandle) -> Floats:
-        found = np.zeros(len(genomes))
-        for variable, sign in signs.items():
-            places = (genomes.codes == VARIABLE) & (genomes.values == variable)
-            used = genomes.totals(places) > 0
-            if used.any():
-                plain = _shifted(genomes, places)[used].population()
-                ones = np.ones(len(plain), np.uint32)
-                batch = Batch(
-                    plain.codes,
-                    plain.values,
-                    plain.lengths,
-                    parameter_counts=ones,
-                    parameters=np.zeros(len(plain)),
-                )
-                jacobians: Any = client.run(data, batch, jacobian=True).jacobians
-                with np.errstate(invalid="ignore"):
-                    rising = np.hstack(jacobians) * sign * np.sign(slopes[used])
-                least = -_ROUNDING * np.abs(rising).max(axis=0)
-                found[used] += np.mean(~(rising >= least), axis=0)
-        return found
-
-    return measure
-
-
-def _shifted(genomes: Genomes, places: Mask) -> Genomes:
-    """Write x + p1 for the variables in some places."""
-    above = [tokens(np.where(places, code, 0)) for code in (PARAMETER, ADD)]
-    one = Genomes(genomes.codes, genomes.values, np.arange(len(places) + 1))
-    made = packed([one, *above])
-    return Genomes(made.codes, made.values, made.starts[genomes.starts])
 
 
 def consistency(
@@ -401,15 +351,6 @@ class FormulaRules:
         return check
 
     @cached_property
-    def _searched_units(self) -> Callable[[Genomes], Mask]:
-        # The slope of f has any unit, unless constants have none.
-        if self.dimensions is None:
-            return lambda genomes: np.ones(len(genomes), np.bool_)
-        if self.dimensionless:
-            return consistency(self.dimensions, 0.0, self.target)
-        return consistency(self.dimensions)
-
-    @cached_property
     def _shown_units(self) -> Callable[[Genomes], Mask]:
         if self.dimensions is None:
             return lambda genomes: np.ones(len(genomes), np.bool_)
@@ -419,14 +360,6 @@ class FormulaRules:
     @cached_property
     def _has_macros(self) -> bool:
         return any(name not in OPERATORS for name in self.operators)
-
-    def admissible(self, genomes: Genomes) -> Mask:
-        """Tell which formulas of a search, without slope and intercept, keep to the rules."""
-        kept = self.measure(genomes) - self.form.overhead <= self.most_searched
-        for core in self.form.cores(genomes):
-            kept &= core.totals(core.codes == VARIABLE) > 0
-            kept &= self._structure(core)
-        return np.asarray(kept & self._searched_units(self.form.whole(genomes)))
 
     def size(self, program: Program) -> int:
         """Return the complexity of a formula as it is shown."""
@@ -527,3 +460,35 @@ def with_unit(operators: Sequence[str], variables: Floats, target: float) -> lis
         return sorted(inner, key=len)
     made = [Program.apply("mul", m, each) for m in outer for each in inner]
     return sorted([*outer, *made], key=len)
+
+
+def product(powers: Mapping[int, float], operators: Collection[str]) -> Program:
+    """Return a product of powers of variables, with exponents that are multiples of 1/2."""
+    above = [_power(index, power, operators) for index, power in powers.items() if power > 0]
+    below = [_power(index, -power, operators) for index, power in powers.items() if power < 0]
+    sides = [
+        side[0]
+        if len(side) == 1
+        else Program.apply("mul", *side)
+        if side
+        else Program.constant(1.0)
+        for side in (above, below)
+    ]
+    return Program.apply("div", *sides) if below else sides[0]
+
+
+def _power(index: int, power: float, operators: Collection[str]) -> Program:
+    variable = Program.variable(index)
+    if power % 1:
+        root = Program.apply("sqrt", variable)
+        return (
+            root if power < 1 else Program.apply("mul", _power(index, power // 1, operators), root)
+        )
+    if power == 1:
+        return variable
+    if power == 3 and "cube" in operators:
+        return Program.apply("cube", variable)
+    if "square" not in operators:
+        return Program.apply("mul", *[variable] * int(power))
+    even = Program.apply("square", _power(index, power // 2, operators))
+    return Program.apply("mul", even, variable) if power % 2 else even

@@ -1,36 +1,39 @@
 """The search of an estimator: the engine's, as far as that does what is asked for.
 
-The engine searches for plain formulas a + b f by least squares. For other losses it does so in
-rounds, whose rows are weighted around the best formula so far (`likelihood.proposal_weights`), and
-what a round finds is fitted by the loss itself. Templates, groups, constraints of monotonicity and
-functions of `warpfit.define` are searched by the client (`client_search`).
+The engine searches for formulas a + b f, or for the functions of a template, by least squares. For
+other losses it does so in rounds, whose rows are weighted around the best formula so far
+(`likelihood.proposal_weights`), and what a round finds is fitted by the loss itself. Of groups each
+round has the rows of one, the largest first, and what it finds is fitted to each of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.search import SearchOptions, SearchResult, unscaled
+from warpfit.client import Client
 from warpfit.errors import DeadlineExceededError, UnavailableError
 from warpfit.expressions import reference
 from warpfit.formulas.units import BASES
-from warpfit.ir import Batch, Program, subtree_starts
+from warpfit.ir import Batch, Program
 from warpfit.losses import Loss, TargetStatistics, as_function, close_losses
-from warpfit.ops import ARITIES, BY_CODE, CONSTANT, FIRST_OPERATOR, OPERATORS
-from warpfit.searching import SearchReason
-from warpfit.sklearn import client_search
+from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
+from warpfit.parse import MACROS, Macro
+from warpfit.searching import FIRST_DEFINITION, SearchReason
 from warpfit.sklearn.constraints import operator_name
-from warpfit.sklearn.forms import Form, seconds_until
-from warpfit.sklearn.genomes import Floats, Genomes, joined
+from warpfit.sklearn.forms import seconds_until
+from warpfit.sklearn.genomes import Floats, Genomes, Indices, joined
+from warpfit.sklearn.groups import GroupedClient
 from warpfit.sklearn.likelihood import proposal_weights
-from warpfit.sklearn.search import reason_of
-from warpfit.sklearn.search_task import NO_INTERCEPT, Candidates, Found, SearchTask
+from warpfit.sklearn.search_task import NO_INTERCEPT, Candidates, Found, SearchTask, reason_of
+from warpfit.sklearn.templates import TemplateForm
 
 #: Part of the time that the engine is given; the rest is for the call and for its last fits.
 _SHARE: Final = 0.9
@@ -43,7 +46,7 @@ _MOST_GUESSES: Final = 2_000
 #: Formulas that are returned beside those of the front.
 _PROMISING: Final = 40
 _MUL, _ADD = OPERATORS["mul"].code, OPERATORS["add"].code
-#: Rounds of a search by another loss than squares.
+#: Most rounds of a search by another loss than squares, or of groups.
 _ROUNDS: Final = 4
 _REASONS: Final = {
     SearchReason.TIME: "max_seconds",
@@ -70,8 +73,6 @@ def search(stack: ExitStack, task: SearchTask) -> Found:
         UnavailableError: if the server is lost before that.
 
     """
-    if not _is_for_engine(task):
-        return client_search.search(stack, task)
     task.phase("library of short formulas, their pairs, and generations in the engine")
     found = EngineFound(task)
     try:
@@ -88,40 +89,75 @@ def search(stack: ExitStack, task: SearchTask) -> Found:
 
 
 def _run_rounds(stack: ExitStack, task: SearchTask, found: EngineFound) -> None:
-    """Search by squares in one round, by another loss in several."""
-    function, number = as_function(task.loss), 0
-    rounds = 1 if function.is_squares else max(1, min(_ROUNDS, task.generations))
-    X, y, weights = (part[task.sample] for part in task.training[:3])
+    """Search by squares in one round, by another loss or of groups in several."""
+    number, groups = 0, _groups(task)
+    rounds = max(1, min(_ROUNDS, task.generations))
+    if groups:
+        rounds = min(rounds, len(groups))
+    elif as_function(task.loss).is_squares:
+        rounds = 1
     while number < rounds and found.reason not in _ENDS:
-        fresh = proposal_weights(function, found.predictions(), y, weights)
-        is_weighted, data = fresh is not weights, task.compared
-        if is_weighted:
-            data = stack.enter_context(task.client.upload(X, y, fresh, dtype="float64"))
-        else:  # the engine compares formulas by the loss
-            rounds = number + 1
+        data, is_part, is_weighted = task.compared, False, False
+        if groups:
+            X, y, weights = (part[groups[number]] for part in task.training[:3])
+            data, is_part = _uploaded(stack, task, X, y, weights), True
+        else:
+            X, y, weights = (part[task.sample] for part in task.training[:3])
+            fresh = proposal_weights(as_function(task.loss), found.predictions(), y, weights)
+            is_part = is_weighted = fresh is not weights
+            if is_weighted:
+                data = _uploaded(stack, task, X, y, fresh)
+            else:  # the engine compares formulas by the loss
+                rounds = number + 1
         options = _options(task, found, rounds - number)
         if is_weighted:
-            options["loss"], options["target_loss"] = Loss.MSE, None
+            options["loss"] = Loss.MSE
+        if is_part:
+            options["target_loss"] = None
 
-        def progress(result: SearchResult, number: int = number, own: bool = is_weighted) -> bool:
-            found.add(result, number, is_weighted=own)
+        def progress(result: SearchResult, number: int = number, own: bool = is_part) -> bool:
+            found.add(result, number, is_part=own)
             return task.report(found)
 
         options["progress"] = progress
-        found.add(task.client.search(data, **options), number, is_weighted=is_weighted)
-        if is_weighted:
+        found.add(_client(task).search(data, **options), number, is_part=is_part)
+        if is_part:
             found.fit()
             if found.least <= task.stop_loss:
                 found.interruption = "tolerance"
         number += 1
 
 
-def _is_for_engine(task: SearchTask) -> bool:
-    """Tell whether the engine knows all that a task asks for."""
+def _client(task: SearchTask) -> Client:
+    """Return the client that searches, which knows nothing of groups."""
+    return task.client.client if isinstance(task.client, GroupedClient) else task.client
+
+
+def _uploaded(
+    stack: ExitStack, task: SearchTask, X: Floats, y: Floats, weights: Floats
+) -> DatasetHandle:
+    return stack.enter_context(_client(task).upload(X, y, weights, dtype="float64"))
+
+
+def _groups(task: SearchTask) -> list[Indices]:
+    """Return the rows of each group in the sample, the largest group first."""
+    groups = task.training.groups
+    if groups is None:
+        return []
+    own = groups[task.sample]
+    found = [task.sample[own == group] for group in np.unique(own)]
+    return sorted(found, key=len, reverse=True)
+
+
+def _definitions(task: SearchTask) -> dict[str, Macro]:
+    """Return the functions of `warpfit.define` that formulas may have, by name."""
     rules, constraints = task.rules, task.rules.constraints
-    names = {*rules.operators, *rules.complexities, *map(operator_name, _named(constraints))}
-    is_plain = type(task.form) is Form and task.training.groups is None and not rules.signs
-    return is_plain and names <= OPERATORS.keys()
+    names = [*task.operators, *rules.complexities, *map(operator_name, _named(constraints))]
+    if isinstance(task.form, TemplateForm):
+        macros = (MACROS.with_code(code) for code, _ in task.form.template.program)
+        names += [macro.name for macro in macros if macro is not None]
+    found = {name: MACROS.find(name) for name in names if name not in OPERATORS}
+    return {name: macro for name, macro in found.items() if macro is not None}
 
 
 def _named(constraints: Any) -> set[str]:
@@ -150,12 +186,21 @@ def _options(task: SearchTask, found: EngineFound, rounds: int) -> SearchOptions
             for outer, inside in constraints.get("nesting", {}).items()
         },
         loss=task.loss,
-        guesses=_guesses(joined([found.formulas(), task.start])),
+        guesses=found.guesses(joined([found.formulas(), task.start])),
         population=task.population,
         fit_iterations=task.fit_iterations,
         screening_rows=min(len(task.sample), _MOST_ROWS),
         seed=int(task.rng.integers(2**62)),
+        monotonic={
+            column: "increasing" if sign > 0 else "decreasing"
+            for column, sign in rules.signs.items()
+        },
+        definitions={
+            name: Program(macro.codes, macro.values) for name, macro in found.definitions.items()
+        },
     )
+    if isinstance(task.form, TemplateForm):
+        options["template"] = task.form.contract(found.codes)
     if rules.units is not None:
         units = rules.units
         options["units"] = [*map(_written, units.variables)]
@@ -172,26 +217,13 @@ def _written(exponents: Floats) -> dict[str, float]:
     return dict(zip(BASES, exponents.tolist(), strict=True))
 
 
-def _guesses(start: Genomes) -> Batch | None:
-    """Return the formulas to begin with, their constants as starts of parameters."""
-    programs, starts = [], []
-    for row in range(min(len(start), _MOST_GUESSES)):
-        program = start.program(row)
-        known = all(code in BY_CODE for code in program.codes if code >= FIRST_OPERATOR)
-        if program.variables and known:
-            lifted, constants = program.lift_constants()
-            programs.append(lifted)
-            starts.append(constants)
-    return Batch.of(programs, starts) if programs else None
-
-
 class _Known(NamedTuple):
     """A formula that a search has found, with its numbers."""
 
     whole: Program
     """a + b f, without an a or b that changes nothing."""
-    inner: Program
-    """The formula f."""
+    inner: Genomes
+    """The formula f, or the individual of a template."""
     size: int
     loss: float
     """Loss on the sample above the least possible."""
@@ -208,17 +240,32 @@ class EngineFound:
     """What has ended the search, if it was not the engine."""
     known: dict[Program, _Known] = field(default_factory=dict)
     """All formulas that were in a front, by the whole formula."""
+    definitions: dict[str, Macro] = field(init=False)
+    """Functions of `warpfit.define`, in the order of their codes in the engine."""
 
-    def add(self, result: SearchResult, number: int, *, is_weighted: bool) -> None:
+    def __post_init__(self) -> None:
+        """Find the functions of `warpfit.define`."""
+        self.definitions = _definitions(self.task)
+
+    @property
+    def codes(self) -> NDArray[np.uint8]:
+        """The engine's code of each code here, that of functions of `warpfit.define` too."""
+        codes = np.arange(256, dtype=np.uint8)
+        for place, macro in enumerate(self.definitions.values()):
+            codes[macro.code] = FIRST_DEFINITION + place
+        return codes
+
+    def add(self, result: SearchResult, number: int, *, is_part: bool) -> None:
         """Take in the front of a round, by its number from 0.
 
-        Losses on weighted rows are not those that were asked for, which are then computed here.
+        Losses on a part of the rows, or on others' weights, are not those that were asked for,
+        which are then computed here.
         """
         self.rounds[number:] = [result]
         for row in range(len(result)):
             numbers = result.batch.program_parameters(row)[0]
-            loss = None if is_weighted else float(result.losses[row])
-            self._know(result.batch.program(row), numbers, int(result.sizes[row]), loss)
+            loss = None if is_part else float(result.losses[row])
+            self._know(result, row, numbers, loss)
 
     def fit(self) -> None:
         """Fit the front of the last round by the loss that was asked for."""
@@ -234,16 +281,70 @@ class EngineFound:
             partial=left is not None,
         )
         for row, (numbers, loss) in enumerate(zip(fit.parameters, fit.loss, strict=True)):
-            self._know(programs[row], numbers, int(last.sizes[row]), float(loss))
+            self._know(last, row, numbers, float(loss))
 
-    def _know(self, program: Program, numbers: Floats, size: int, loss: float | None) -> None:
+    def _know(self, result: SearchResult, row: int, numbers: Floats, loss: float | None) -> None:
         """Keep a whole formula, by its loss or, where that is not known, by that of the sample."""
-        inner = unscaled(program)
-        whole = _shortest(program.bind(numbers), float(np.std(self.task.training.target)))
+        program, form, size = result.batch.program(row), self.task.form, int(result.sizes[row])
+        if isinstance(form, TemplateForm):
+            parts, around = self._parts(result, row, form.engine_parts, numbers)
+            inner = form.found(parts, around)
+            if not np.isfinite(inner.values).all():
+                return
+            whole = form.program(inner, 0)
+        else:
+            whole = _shortest(program.bind(numbers), float(np.std(self.task.training.target)))
+            if result.parts is None:
+                f = unscaled(program)
+                # Parameters of the inner formula are the first ones.
+                inner = Genomes.of([f.bind(numbers[: f.parameters])])
+            else:
+                (inner,), _ = self._parts(result, row, 1, numbers)
         loss = self._loss(whole) if loss is None else loss
         excess = max(loss - self.task.floor, 0.0) if not math.isnan(loss) else math.inf
-        # Parameters of the inner formula are the first ones.
-        self.known[whole] = _Known(whole, inner.bind(numbers[: inner.parameters]), size, excess)
+        self.known[whole] = _Known(whole, inner, size, excess)
+
+    def _parts(
+        self, result: SearchResult, row: int, count: int, numbers: Floats
+    ) -> tuple[list[Genomes], Floats]:
+        """Return the parts of a formula with some numbers, and the numbers around them."""
+        batch, own = result.parts, np.arange(256, dtype=np.uint8)
+        assert batch is not None
+        own[self.codes] = np.arange(256)
+        starts = batch.starts[row * count : (row + 1) * count + 1]
+        place = slice(int(starts[0]), int(starts[-1]))
+        codes, values = own[batch.codes[place]], batch.values[place].copy()
+        is_number = codes == CONSTANT
+        inner = int(np.count_nonzero(is_number))
+        values[is_number] = numbers[:inner]
+        every = Genomes(codes, values, starts - starts[0])
+        return [every[k : k + 1] for k in range(count)], numbers[inner:]
+
+    def guesses(self, start: Genomes) -> Batch | None:
+        """Return formulas to begin with: their parts, or with their constants as parameters."""
+        form, known = self.task.form, {*self.definitions}
+        allowed = np.ones(256, bool)
+        for code in {*start.codes.tolist()}:
+            macro = MACROS.with_code(code)
+            allowed[code] = macro is None or macro.name in known
+        start = start[start.totals(~allowed[start.codes]) == 0][:_MOST_GUESSES]
+        if not isinstance(form, TemplateForm):
+            start = start[start.totals(start.codes == VARIABLE) > 0]
+        if not len(start):
+            return None
+        if not isinstance(form, TemplateForm) and not known:
+            programs = [start.program(row).lift_constants() for row in range(len(start))]
+            return Batch.of([one for one, _ in programs], [numbers for _, numbers in programs])
+        parts = [start]
+        if isinstance(form, TemplateForm):
+            parts = [part for own in form.guesses(start) for part in own]
+        if not parts:
+            return None
+        every = joined(parts)
+        return Batch(
+            self.codes[every.codes], every.values, every.sizes.astype(np.uint32),
+            parameter_counts=np.zeros(len(every), np.uint32), parameters=np.empty(0),
+        )  # fmt: skip
 
     def _loss(self, program: Program) -> float:
         """Return the loss of a formula on the sample, without the server."""
@@ -315,11 +416,26 @@ class EngineFound:
     def formulas(self) -> Genomes:
         """Return formulas with their constants, from which a search can go on, best first.
 
-        They are those of the front and, behind them, their parts.
+        They are those of the front and, behind them, their parts; of a template those of the front.
         """
-        found = [known.inner for known in self._front()[::-1] if known.inner.variables]
-        parts = (part for program in found for part in _parts(program) if part.variables)
-        return Genomes.of([*dict.fromkeys([*found, *parts])])
+        found = [known.inner for known in self._front()[::-1]]
+        if not found:
+            return Genomes.of([])
+        every = joined(found)
+        if isinstance(self.task.form, TemplateForm):
+            return every
+        parts: list[Genomes] = []
+        for row in range(len(every)):
+            ends = np.arange(every.starts[row], every.starts[row + 1] - 1)[::-1]
+            spans = every.spans[ends]
+            parts.append(every.assembled((ends + 1 - spans)[:, None], spans[:, None]))
+        every = joined([every, *parts])
+        different = {
+            (own.codes.tobytes(), own.values.tobytes()): row
+            for row in range(len(every))[::-1]
+            if VARIABLE in (own := every[row : row + 1]).codes
+        }
+        return every[np.sort(np.array([*different.values()], np.int64))]
 
     def _front(self) -> list[_Known]:
         front: list[_Known] = []
@@ -327,14 +443,6 @@ class EngineFound:
             if not front or known.loss < front[-1].loss:
                 front.append(known)
         return front
-
-
-def _parts(program: Program) -> Iterator[Program]:
-    """Return the operands of all operators, larger ones first."""
-    starts = subtree_starts(np.maximum(ARITIES[program.codes].astype(np.int64), 0))
-    for end in range(len(program) - 1)[::-1]:
-        part = slice(int(starts[end]), end + 1)
-        yield Program(program.codes[part], program.values[part])
 
 
 def _shortest(program: Program, spread: float) -> Program:

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
-
-import numpy as np
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
 from warpfit.errors import DeadlineExceededError
 from warpfit.formulas.snapping import lift
-from warpfit.ir import Batch, Program
-from warpfit.losses import Loss, LossFunction, as_function
-from warpfit.sklearn.genomes import GLUE, Floats, Genomes, Mask
-
-#: Formulas, their losses, slopes and intercepts, and which of them a fit would not change.
-Scores: TypeAlias = tuple[Genomes, Floats, Floats, Floats, Mask]
+from warpfit.ir import Program
+from warpfit.losses import Loss, LossFunction
+from warpfit.sklearn.genomes import GLUE, Floats, Genomes
 
 
 def seconds_until(end: float) -> float | None:
@@ -61,36 +56,6 @@ class Form:
     """Tokens of a formula of the search that are not counted in its complexity."""
     is_template: bool = False
     """Whether the outer form is given, so that no constant is one of the formulas."""
-
-    def scored(self, search: Any, genomes: Genomes) -> Scores:
-        """Find the slope and the intercept of every formula, by least squares, and its loss."""
-        losses, slopes, intercepts = search.client.evaluate(
-            search.proposals or search.sample,
-            genomes.population(),
-            loss=Loss.MSE,
-            linear_scaling=True,
-            timeout=search.timeout(),
-        )
-        loss = search.settings.loss
-        if loss is not Loss.MSE:
-            losses = search.client.evaluate(
-                search.sample,
-                self.fit_batch(genomes, slopes, intercepts),
-                loss=loss,
-                timeout=search.timeout(),
-            )
-        settled = (genomes.constants == 0) & as_function(loss).is_squares
-        return genomes, losses, slopes, intercepts, settled
-
-    def fit_batch(self, genomes: Genomes, slopes: Floats, intercepts: Floats) -> Batch:
-        """Return what is computed, with all numbers as parameters."""
-        return genomes.fit_batch(slopes, intercepts)
-
-    def fitted(self, genomes: Genomes, vectors: Sequence[Floats]) -> tuple[Genomes, Floats, Floats]:
-        """Return formulas, slopes and intercepts of the parameters that fit `fit_batch`."""
-        ends: Floats = np.array([vector[-2:] for vector in vectors])
-        inner = np.concatenate([vector[:-2] for vector in vectors])
-        return genomes.with_constants(inner), ends[:, 0], ends[:, 1]
 
     def whole(self, genomes: Genomes) -> Genomes:
         """Return what is computed of f, but for slope and intercept."""

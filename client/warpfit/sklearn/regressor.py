@@ -58,7 +58,7 @@ from warpfit.sklearn.keywords import (
     OF_OTHER_PREDICTIONS,
     explains_keywords,
 )
-from warpfit.sklearn.search import INTERRUPTIONS, Terminated
+from warpfit.sklearn.search_task import INTERRUPTIONS, Terminated
 from warpfit.sklearn.target_search import Progress, TargetSearch, load, save_table
 from warpfit.sklearn.templates import GroupedForm, Template, TemplateForm
 from warpfit.transport.call import CallingBack
@@ -96,9 +96,9 @@ _FEWEST_DRAWN: Final = 10_000
 class SymbolicRegressor(FormulaRegressor):
     """Symbolic regression by the search of a server's engine, on a GPU as well as on a CPU.
 
-    The engine searches for plain formulas a + b f, by other losses than squares in rounds of rows
-    that are weighted around the best formula so far. What it does not search for is searched by the
-    client, and scored and fitted by the server. Targets and features are float64.
+    The engine searches for formulas a + b f, or for the functions of a template, by other losses
+    than squares in rounds of rows that are weighted around the best formula so far. Targets and
+    features are float64.
 
     Parameters
     ----------
@@ -144,9 +144,7 @@ class SymbolicRegressor(FormulaRegressor):
         `SearchWarning` says so.
     population : int, optional
         Formulas of all islands together, each of which has a child in a generation; None for as
-        many as suit the engine. The client's own search, which templates, groups, monotonic
-        constraints and functions of `warpfit.define` take, has 500 by default: so many survive a
-        generation, and twice as many are new.
+        many as suit the engine.
     generations : int
         Most generations. With 0 the engine pairs short formulas and breeds once.
     max_size : int, optional
@@ -158,8 +156,8 @@ class SymbolicRegressor(FormulaRegressor):
         ``{"depth": 5, "count": {"exp": 1}, "nesting": {"sin": {"sin": 0}}}``, all optional: height
         of the tree, most uses of an operator, and how often one may be nested in another. They hold
         for the formula f in a + b f. ``{"monotonic": {"dose": "increasing"}}``, or "decreasing",
-        adds to the loss for each row where a derivative by a variable (by name, or x1, x2, ...) has
-        the wrong sign; equations with such a row of the training data are left out.
+        leaves out equations that fall, or rise, with a variable (by name, or x1, x2, ...) in any
+        row of the training data.
     units : dict or sequence, optional
         Units of the variables, such as ``{"m": "kg", "v": "m/s"}`` by name (x1, x2, ... without
         names) or one for each column: the search keeps to formulas that add and compare only what
@@ -211,7 +209,7 @@ class SymbolicRegressor(FormulaRegressor):
         of short ones, or linear regression and the constant.
     early_stopping : int, optional
         The search ends after so many generations without a better formula: one whose loss is
-        lower by a thousandth, or by a tenth in the client's own search.
+        lower by a thousandth.
     guesses : sequence of str or Program
         Formulas that the search begins with, beside those that are drawn: texts over the columns'
         names, or x1, x2, ..., whose numbers are starts of a fit. They may have operators that are
@@ -240,8 +238,7 @@ class SymbolicRegressor(FormulaRegressor):
         have files with their number, such as ``front.1.csv``.
     callback : callable, optional
         Called about once a second, and at the end, with the estimator, the number of generations
-        and the equations so far; the search ends if it returns True. The client's own search calls
-        it after each generation.
+        and the equations so far; the search ends if it returns True.
     verbose : bool
         Show lines of progress: what is done before the first generation, and the best formula.
     random_state : int, RandomState instance or None

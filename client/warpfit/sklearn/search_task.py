@@ -16,13 +16,28 @@ from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
 from warpfit.ir import Program
 from warpfit.losses import Loss, LossFunction
-from warpfit.sklearn.constraints import FormulaRules, Violations
+from warpfit.sklearn.constraints import FormulaRules
 from warpfit.sklearn.estimator import TrainingData
 from warpfit.sklearn.forms import Form
 from warpfit.sklearn.genomes import Floats, Genomes, Indices
 
 #: A slope this close to 1 is 1, and an intercept below this part of the target's spread is 0.
 NO_INTERCEPT: Final = 1e-10
+
+
+#: Reasons of the end of a search that leave no time for anything else.
+INTERRUPTIONS: Final = ("interrupt", "terminate", "server")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came while a search ran."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the word for what has interrupted a search."""
+    if isinstance(error, Terminated):
+        return "terminate"
+    return "interrupt" if isinstance(error, KeyboardInterrupt) else "server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +67,6 @@ class SearchTask:
     """The search ends when a formula is at least this good."""
     amount: float
     """Amount of data in the sample."""
-    penalty: float
-    """Loss of a formula that violates a constraint of monotonicity in all rows."""
-    violations: Violations
     population: int | None
     """Formulas of a population; None for as many as suit the search."""
     generations: int

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -34,13 +34,12 @@ from warpfit.losses import (
     close_losses,
     coefficients_of_determination,
 )
-from warpfit.ops import CONSTANT
+from warpfit.ops import CONSTANT, Operator
 from warpfit.sklearn.estimator import TrainingData
 from warpfit.sklearn.forms import Form
 from warpfit.sklearn.genomes import Floats, Indices
 from warpfit.sklearn.groups import values_of
 from warpfit.sklearn.likelihood import deviance, floor, least_row_losses, resists_outliers
-from warpfit.sklearn.pairs import structure_length, terms_of
 
 #: Fewer rows are not divided, neither to hold some out nor for a cross-validation, and parts of
 #: the latter.
@@ -462,3 +461,43 @@ class Selection:
     def _spread(self) -> float:
         target = self.training.target
         return float(np.median(np.abs(target - np.median(target)))) or float(np.std(target)) or 1.0
+
+
+#: Tokens of a part of a formula, those without a factor, and those of its terms.
+_Part: TypeAlias = tuple[int, int, tuple[int, ...]]
+
+
+def structure_length(sizes: Sequence[int], symbols: int) -> float:
+    """Return the length, in nats, of a description of a sum's structure.
+
+    A token is one of so many symbols, and the order of the terms says nothing. What makes a sum of
+    them, signs and factors, says nothing either: a fit finds it.
+
+    Args:
+        sizes: tokens of each term.
+        symbols: number of operators and variables, and one for numbers.
+
+    """
+    return sum(sizes) * math.log(symbols) - math.lgamma(len(sizes) + 1)
+
+
+def terms_of(program: Program) -> tuple[int, ...]:
+    """Return the tokens of each term of a sum, without its factor; of a constant none."""
+
+    def leaf(code: int, value: float) -> _Part:
+        return 1, 1, () if code == CONSTANT else (1,)
+
+    def join(operator: Operator, parts: list[_Part]) -> _Part:
+        size = 1 + sum(tokens for tokens, _, _ in parts)
+        together = tuple(size for _, _, terms in parts for size in terms)
+        factors = [own for _, own, terms in parts if terms]
+        scaled = operator.name == "mul" and len(factors) < 2
+        scaled |= operator.name == "div" and not parts[1][2]
+        if scaled or operator.name == "neg":
+            return size, sum(factors), together
+        if operator.name in ("add", "sub"):
+            return size, size, together
+        own = 1 + sum(factors) if operator.name in ("mul", "div") and len(factors) == 2 else size
+        return size, own, (own,) if factors else ()
+
+    return program.fold(leaf, join)[2]

@@ -12,7 +12,6 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -32,7 +31,7 @@ from warpfit.losses import (
     as_loss,
 )
 from warpfit.ops import CONSTANT, VARIABLE
-from warpfit.sklearn.constraints import FormulaRules, Violations, operator_names, violations
+from warpfit.sklearn.constraints import FormulaRules, operator_names
 from warpfit.sklearn.engine_search import search
 from warpfit.sklearn.equations import (
     SELECTIONS,
@@ -45,8 +44,7 @@ from warpfit.sklearn.estimator import SearchWarning, TrainingData, loss_unit
 from warpfit.sklearn.forms import Form, Shortening, seconds_until
 from warpfit.sklearn.genomes import Floats, Genomes, Indices, macros_of, recoded
 from warpfit.sklearn.groups import balanced, freed
-from warpfit.sklearn.search import INTERRUPTIONS, reason_of
-from warpfit.sklearn.search_task import Found, SearchTask
+from warpfit.sklearn.search_task import INTERRUPTIONS, Found, SearchTask, reason_of
 from warpfit.sklearn.selection import FEWEST_DIVIDED, Selection
 from warpfit.sklearn.templates import TemplateForm
 
@@ -839,8 +837,6 @@ class TargetSearch:
             floor=self.selection.floor(self.sample),
             stop_loss=tolerance if ends_by_loss else -math.inf,
             amount=self.selection.amount(self.sample),
-            penalty=self.selection.scale,
-            violations=self._violations,
             population=options.population,
             generations=options.generations - self.generation,
             fit_iterations=options.fit_iterations,
@@ -858,11 +854,6 @@ class TargetSearch:
         many = len(self.training.target) > _MANY_ROWS
         reserve = most if many else max(least, min(most, _LEAST_RESERVE))
         return self.deadline - reserve * (1 if self.training.groups is None else 2)
-
-    @cached_property
-    def _violations(self) -> Violations:
-        given = (self.options.constraints or {}).get("monotonic", {})
-        return violations(given, self.names, self.training.rows.shape[1], self.client)
 
     def _fitted(self, data: DatasetHandle, programs: list[Program]) -> list[Program]:
         """Fit all constants, but of formulas that have too many; as well as the time allows."""

@@ -4,12 +4,13 @@ In ``"f(x1, x2) * exp(-g(x3))"`` the functions f and g are sub-formulas of their
 p2, ... are numbers that are fitted. A function that is called twice is one sub-formula with other
 arguments, and its constants are the same in both places.
 
-An individual of the search is one tree: the sub-formulas and its numbers side by side, held
-together by tokens that compute nothing. So hashes, layers, archives and fits of a search take it
-for any other formula; only the `TemplateBreeder` looks inside, and `TemplateForm` puts the
-sub-formulas into the template before anything is computed. Like every formula of a search, a
-sub-formula is searched up to slope and intercept, a + b f, as far as the template leaves them free:
-in the example the intercept of g would be one more factor of f.
+An individual is one tree: the sub-formulas and its numbers side by side, held together by tokens
+that compute nothing. It is what checkpoints have, and what a search goes on from. The engine gets
+the template itself (`TemplateForm.contract`), and returns sub-formulas and numbers. Like every
+formula of a search, a sub-formula is searched up to slope and intercept, a + b f, as far as the
+template leaves them free: in the example the intercept of g would be one more factor of f. Those
+that multiply the whole template, or are added to it, are the slope and intercept around it, which
+have a closed form.
 """
 
 from __future__ import annotations
@@ -19,37 +20,37 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import cached_property
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from warpfit import searching
 from warpfit.errors import DeadlineExceededError, InvalidArgumentError
 from warpfit.expressions.language import IDENTIFIER, INDEXED, TOKEN, WORDS, is_free, to_text
 from warpfit.expressions.reference import evaluate_program
-from warpfit.fitting import Reason
 from warpfit.formulas.snapping import Outcomes, SnapSettings, Trials, lift
 from warpfit.formulas.snapping import snap as snapped
-from warpfit.ir import Batch, Program
+from warpfit.ir import Program
 from warpfit.losses import Closing, as_function
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit.parse import Macro, Parser, Placeholder, function, parse
-from warpfit.sklearn.forms import Form, Scores, Shortening, seconds_until
+from warpfit.sklearn.forms import Form, Shortening, seconds_until
 from warpfit.sklearn.genomes import (
     ADD,
+    DIV,
     GLUE,
     MUL,
+    NEG,
     OPERANDS,
-    Breeder,
+    SUB,
     Floats,
     Genomes,
-    Indices,
     joined,
     packed,
-    ranges,
     tokens,
 )
-from warpfit.sklearn.pairs import library
-from warpfit.sklearn.search import Search
 
 #: Code of the first function's calls; those of the others follow.
 _FIRST_CALL: Final = 128
@@ -60,10 +61,6 @@ _ROUNDING: Final = 64.0 * float(np.finfo(np.float64).eps)
 _SNAPPING: Final = 30
 #: An intercept below this part of the spread of the values is 0, and a slope this near to 1 is 1.
 _ROUNDED: Final = 1e-10
-#: Iterations of the fit by which individuals are compared.
-_SCREENING: Final = 5
-#: Chance that a child has the father's sub-formula of a function that is not varied.
-_SWAP_CHANCE: Final = 0.1
 #: Rows on which it is found out which numbers a template determines.
 _PROBED: Final = 256
 #: Fewer rows with values say nothing about that.
@@ -275,6 +272,112 @@ def _determined(template: Template, rows: Floats) -> tuple[tuple[int, int], ...]
     )
 
 
+class _Outline(NamedTuple):
+    """A template in which numbers are left out for a slope and an intercept around it."""
+
+    tokens: list[tuple[int, float]]
+    """Its codes and values; its parameters are the numbers that are kept."""
+    kept: tuple[int, ...]
+    """The numbers that are parameters."""
+    fitted: int
+    """2 for slope and intercept, 1 for a slope, 0 for none."""
+    scaled: dict[int, int]
+    """The numbers that a slope multiplies, with the power of it."""
+    slope: int
+    """The number that is left out for the slope."""
+    shifted: int
+    """The number that is left out for the intercept,"""
+    sign: int
+    """and the sign with which that is added to it."""
+
+
+class _Operand(NamedTuple):
+    """How an operand of a template depends on the numbers."""
+
+    scaled: dict[int, int] | None
+    """Numbers whose product with c, or quotient by it, multiplies the operand by c."""
+    shift: tuple[int, int] | None
+    """A number that is added to the operand, and its sign."""
+    used: frozenset[int]
+    """All numbers in it."""
+
+
+def _outlined(
+    written: list[tuple[int, float]], arities: Sequence[int], slopes: set[int], count: int
+) -> _Outline:
+    """Find the numbers of a template that multiply all of it, and one that is added to it.
+
+    Args:
+        written: codes and values of the template; its parameters are the numbers.
+        arities: number of arguments of each function.
+        slopes: numbers that multiply a function.
+        count: how many numbers there are.
+
+    """
+    stack: list[_Operand] = []
+    for code, value in written:
+        is_call = _FIRST_CALL <= code < _FIRST_CALL + len(arities)
+        arity = arities[code - _FIRST_CALL] if is_call else int(OPERANDS[code])
+        operands = stack[len(stack) - arity :]
+        del stack[len(stack) - arity :]
+        if code == PARAMETER:
+            stack.append(_Operand({int(value): 1}, (int(value), 1), frozenset([int(value)])))
+        else:
+            stack.append(_joined_operands(code, operands))
+    root = stack.pop()
+    scaled, shift = root.scaled or {}, root.shift
+    others = [number for number in scaled if shift is None or number != shift[0]]
+    chosen = [number for number in others if number in slopes] or others[: len(others) == 1]
+    if not chosen:
+        kept = tuple(range(count))
+        return _Outline(written, kept, 0, {}, -1, -1, 1)
+    slope = chosen[0]
+    shifted, sign = (-1, 1) if shift is None else shift
+    kept = tuple(number for number in range(count) if number not in (slope, shifted))
+    left: list[tuple[int, float]] = []
+    for place, (code, value) in enumerate(written):
+        joins = {(PARAMETER, float(slope)): MUL, (PARAMETER, float(shifted)): ADD}
+        if code == PARAMETER and int(value) in (slope, shifted):
+            left.append((CONSTANT, 1.0 if int(value) == slope else 0.0))
+        elif place and joins.get(written[place - 1]) == code:  # x * 1, or x + 0
+            left.pop()
+        else:
+            left.append((code, float(kept.index(int(value))) if code == PARAMETER else value))
+    return _Outline(left, kept, 1 + (shifted >= 0), scaled, slope, shifted, sign)
+
+
+def _joined_operands(code: int, operands: Sequence[_Operand]) -> _Operand:
+    """Return how an operator's result depends on the numbers."""
+    used = frozenset().union(*(operand.used for operand in operands))
+    if code == NEG:
+        (only,) = operands
+        shift = None if only.shift is None else (only.shift[0], -only.shift[1])
+        return _Operand(only.scaled, shift, used)
+    if code not in (ADD, SUB, MUL, DIV):
+        return _Operand(None, None, used)
+    a, b = operands
+    scaled: dict[int, int] | None = None
+    shift = None
+    if code in (MUL, DIV):
+        if a.scaled and not {*a.scaled} & b.used:
+            scaled = a.scaled
+        elif b.scaled and not {*b.scaled} & a.used:
+            sign = 1 if code == MUL else -1
+            scaled = {number: sign * power for number, power in b.scaled.items()}
+        return _Operand(scaled, None, used)
+    if a.scaled and b.scaled:
+        both = {**a.scaled, **b.scaled}
+        is_same = all(a.scaled.get(n, p) == b.scaled.get(n, p) == p for n, p in both.items())
+        outside = ({*a.scaled} & b.used) | ({*b.scaled} & a.used)
+        if is_same and outside <= {*a.scaled} & {*b.scaled}:
+            scaled = both
+    if a.shift is not None and a.shift[0] not in b.used:
+        shift = a.shift
+    elif b.shift is not None and b.shift[0] not in a.used:
+        shift = (b.shift[0], b.shift[1] if code == ADD else -b.shift[1])
+    return _Operand(scaled, shift, used)
+
+
 class TemplateForm(Form):
     """The form of a search within a template, whose individuals are sub-formulas and numbers.
 
@@ -338,31 +441,68 @@ class TemplateForm(Form):
         """Write the whole formulas of individuals."""
         return self.template.filled(self.parts(genomes))
 
-    def fit_batch(self, genomes: Genomes, slopes: Floats, intercepts: Floats) -> Batch:
-        """Return the whole formulas, in which the numbers of the individuals are parameters."""
-        plain = self.whole(genomes.lifted()).population()
-        numbers, counts = genomes.values[genomes.codes == CONSTANT], genomes.constants
-        # A function that another one makes no use of is in no formula, with the last numbers.
-        used = plain.needed_parameters()
-        kept, _ = ranges(np.cumsum(counts) - counts, used)
-        return Batch(
-            plain.codes,
-            plain.values,
-            plain.lengths,
-            parameter_counts=used.astype(np.uint32),
-            parameters=numbers[kept],
+    # ---------------------------------------------------------------------------- in the engine
+
+    @cached_property
+    def _outline(self) -> _Outline:
+        """The template with its numbers, as far as slope and intercept around it leave them."""
+        written: list[tuple[int, float]] = []
+        for code, value in self.template.program:
+            if code == PARAMETER:
+                value += len(self.scales)
+            written.append((code, value))
+            for number, (index, joint) in enumerate(self.scales):
+                if code == _FIRST_CALL + index:
+                    written += [(PARAMETER, float(number)), (joint, 0.0)]
+        slopes = {number for number, (_, code) in enumerate(self.scales) if code == MUL}
+        return _outlined(written, self.template.arities, slopes, self.numbers)
+
+    @property
+    def engine_parts(self) -> int:
+        """Number of functions and numbers that the engine looks for."""
+        return self.functions + len(self._outline.kept)
+
+    def contract(self, codes: NDArray[np.uint8]) -> searching.Template:
+        """Return the template as the engine takes it; ``codes`` recodes functions of one's own."""
+        own, outline = np.arange(256, dtype=np.uint8), self._outline
+        own[_FIRST_CALL + self.functions :] = codes[_FIRST_CALL + self.functions :]
+        given, values = zip(*outline.tokens, strict=True)
+        arities = tuple(self.template.arities)
+        return searching.Template(
+            own[np.array(given, np.uint8)], np.array(values), arities, outline.fitted
         )
 
-    def fitted(self, genomes: Genomes, vectors: Sequence[Floats]) -> tuple[Genomes, Floats, Floats]:
-        """Take the numbers that a fit of `fit_batch` returned; nothing is scaled any more."""
-        numbers, counts = genomes.values[genomes.codes == CONSTANT].copy(), genomes.constants
-        used = np.array([len(vector) for vector in vectors])
-        numbers[ranges(np.cumsum(counts) - counts, used)[0]] = np.concatenate([*vectors])
-        return genomes.with_constants(numbers), np.ones(len(genomes)), np.zeros(len(genomes))
+    def found(self, parts: Sequence[Genomes], around: Floats) -> Genomes:
+        """Make an individual of what the engine has found: its parts, slope and intercept."""
+        outline, numbers = self._outline, np.ones(self.numbers)
+        numbers[list(outline.kept)] = [part.values[0] for part in parts[self.functions :]]
+        if outline.fitted == 2:
+            numbers[outline.shifted] = 0.0
+        for number, power in outline.scaled.items() if outline.fitted else ():
+            numbers[number] *= around[0] ** power
+        if outline.fitted == 2:
+            numbers[outline.shifted] += outline.sign * around[1]
+        return self.individuals(parts[: self.functions], numbers[None])
 
-    def scored(self, search: Search, genomes: Genomes) -> Scores:
-        """Fit all numbers for a few iterations: without it they say little about a structure."""
-        return _screened(self, search, genomes)
+    def guesses(self, individuals: Genomes) -> list[list[Genomes]]:
+        """Return the parts of individuals from which the engine can go on."""
+        outline = self._outline
+        cores, columns = self.cores(individuals), self.numbers_of(individuals)
+        found = []
+        for row in range(len(individuals)):
+            numbers = np.array([column.values[row] for column in columns])
+            if outline.fitted:
+                with np.errstate(all="ignore"):
+                    slope = numbers[outline.slope] ** float(outline.scaled[outline.slope])
+                    for number, power in outline.scaled.items():
+                        numbers[number] *= slope ** float(-power)
+            if np.isfinite(numbers).all():
+                own = [core[row : row + 1] for core in cores]
+                own += [tokens([CONSTANT], number) for number in numbers[list(outline.kept)]]
+                found.append(own)
+        return found
+
+    # ------------------------------------------------------------------------- what is kept of it
 
     def fits(self, genomes: Genomes) -> bool:
         """Tell whether formulas of another search have the same functions and numbers."""
@@ -600,22 +740,6 @@ class TemplateForm(Form):
         return [made[place : place + 1] for place in range(len(parts))], together.values[chosen]
 
 
-def _screened(form: Form, search: Search, genomes: Genomes) -> Scores:
-    """Fit all numbers of formulas for a few iterations."""
-    left, count = search.timeout(), len(genomes)
-    fit = search.client.optimize(
-        search.sample,
-        form.fit_batch(genomes, np.ones(count), np.zeros(count)),
-        loss=search.settings.loss,
-        max_iterations=_SCREENING,
-        timeout=left,
-        partial=left is not None,
-    )
-    is_settled = ~np.isin(fit.reason, (Reason.ITERATIONS, Reason.DEADLINE))
-    made, slopes, intercepts = form.fitted(genomes, fit.parameters)
-    return made, fit.loss, slopes, intercepts, is_settled
-
-
 class GroupedForm(Form):
     """Formulas a + b f whose numbers are those of a group of rows, unless they are short."""
 
@@ -627,68 +751,6 @@ class GroupedForm(Form):
         )
         self._whole = TemplateForm(everything, rows, grouped=True)
 
-    def scored(self, search: Search, genomes: Genomes) -> Scores:
-        """Fit all numbers: one start is far from those of most groups."""
-        return _screened(self, search, genomes)
-
     def shortened(self, program: Program, how: Shortening) -> Program:
         """Shorten a formula as the one function of a template."""
         return self._whole.shortened(self._whole.of_parts([program]), how)
-
-
-@dataclass
-class TemplateBreeder(Breeder):
-    """Draws and varies the sub-formulas of a template, each among those of its own function."""
-
-    form: TemplateForm
-
-    def __post_init__(self) -> None:
-        """Make a breeder for each function, whose variables are its arguments."""
-        self._breeders = [
-            Breeder(self.rng, self.operators, arity, self.width)
-            for arity in self.form.template.arities
-        ]
-
-    def first(self, count: int) -> Genomes:
-        """Draw individuals."""
-        return self.of_cores([breeder.first(count) for breeder in self._breeders])
-
-    def of_cores(self, cores: Sequence[Genomes]) -> Genomes:
-        """Make individuals of sub-formulas, with numbers to begin with."""
-        count = len(cores[0])
-        numbers = np.ones((count, self.form.numbers))
-        for place, (_, code) in enumerate(self.form.scales):
-            drawn = np.exp2(self.rng.normal(-1.0, 1.0, count)) * self.rng.choice([-1.0, 1.0], count)
-            numbers[:, place] = drawn if code == MUL else 0.0
-        return self.form.individuals(cores, numbers)
-
-    def offspring(self, genomes: Genomes, mothers: Indices, fathers: Indices) -> Genomes:
-        """Cross or mutate one sub-formula of each mother, or take another one as a whole.
-
-        Arguments as for `Breeder.offspring`; a sub-formula is crossed with the father's of the same
-        function.
-        """
-        cores = self.form.cores(genomes)
-        changed = self.rng.integers(len(cores), size=len(mothers))
-        swaps = self.rng.random((len(cores), len(mothers))) < _SWAP_CHANCE
-        made = []
-        for index, (breeder, own) in enumerate(zip(self._breeders, cores, strict=True)):
-            rows = np.where(swaps[index], fathers, mothers)
-            bred = np.flatnonzero(changed == index)
-            children = breeder.offspring(own, mothers[bred], fathers[bred])
-            rows[bred] = len(own) + np.arange(len(bred))
-            made.append(joined([own, children])[rows])
-        numbers = np.column_stack([one.values for one in self.form.numbers_of(genomes)])
-        return self.form.individuals(made, numbers[mothers])
-
-    def library(self, names: tuple[str, ...], most: int) -> Genomes:
-        """Return individuals of the shortest sub-formulas in all combinations, shortest first."""
-        share = max(2, int(most ** (1.0 / len(self._breeders))))
-        short = [
-            library(names, breeder.variables, self.width, 7 * share)[:share]
-            for breeder in self._breeders
-        ]
-        grid = np.indices([len(part) for part in short]).reshape(len(short), -1)
-        size = sum(part.sizes[rows] for part, rows in zip(short, grid, strict=True))
-        grid = grid[:, np.argsort(size, kind="stable")]
-        return self.of_cores([part[rows] for part, rows in zip(short, grid, strict=True)])

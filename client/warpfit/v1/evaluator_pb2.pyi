@@ -415,7 +415,7 @@ class FitResult(_message.Message):
     def __init__(self, parameters: _Optional[bytes] = ..., losses: _Optional[bytes] = ..., initial_losses: _Optional[bytes] = ..., iterations: _Optional[bytes] = ..., evaluations: _Optional[bytes] = ..., reasons: _Optional[bytes] = ..., starts: _Optional[bytes] = ..., standard_errors: _Optional[bytes] = ..., covariances: _Optional[bytes] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., curvatures: _Optional[bytes] = ...) -> None: ...
 
 class SearchRequest(_message.Message):
-    __slots__ = ("content_id", "rows", "screening_rows", "operators", "variables", "rules", "units", "loss", "loss_function", "form", "template", "group", "guesses", "islands", "population", "no_pairs", "fit_iterations", "seed", "max_seconds", "max_generations", "max_formulas", "idle_generations", "target_loss")
+    __slots__ = ("content_id", "rows", "screening_rows", "operators", "variables", "rules", "units", "loss", "loss_function", "form", "template", "group", "guesses", "islands", "population", "no_pairs", "fit_iterations", "seed", "max_seconds", "max_generations", "max_formulas", "idle_generations", "target_loss", "definitions", "increasing", "decreasing")
     class OperatorsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -446,6 +446,9 @@ class SearchRequest(_message.Message):
     MAX_FORMULAS_FIELD_NUMBER: _ClassVar[int]
     IDLE_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     TARGET_LOSS_FIELD_NUMBER: _ClassVar[int]
+    DEFINITIONS_FIELD_NUMBER: _ClassVar[int]
+    INCREASING_FIELD_NUMBER: _ClassVar[int]
+    DECREASING_FIELD_NUMBER: _ClassVar[int]
     content_id: bytes
     rows: RowRange
     screening_rows: int
@@ -469,7 +472,10 @@ class SearchRequest(_message.Message):
     max_formulas: int
     idle_generations: int
     target_loss: float
-    def __init__(self, content_id: _Optional[bytes] = ..., rows: _Optional[_Union[RowRange, _Mapping]] = ..., screening_rows: _Optional[int] = ..., operators: _Optional[_Mapping[str, float]] = ..., variables: _Optional[_Iterable[int]] = ..., rules: _Optional[_Union[SearchRules, _Mapping]] = ..., units: _Optional[_Union[SearchUnits, _Mapping]] = ..., loss: _Optional[_Union[Loss, str]] = ..., loss_function: _Optional[_Union[LossFunction, _Mapping]] = ..., form: _Optional[_Union[Form, str]] = ..., template: _Optional[_Union[SearchTemplate, _Mapping]] = ..., group: _Optional[int] = ..., guesses: _Optional[_Union[Programs, _Mapping]] = ..., islands: _Optional[int] = ..., population: _Optional[int] = ..., no_pairs: bool = ..., fit_iterations: _Optional[int] = ..., seed: _Optional[int] = ..., max_seconds: _Optional[float] = ..., max_generations: _Optional[int] = ..., max_formulas: _Optional[int] = ..., idle_generations: _Optional[int] = ..., target_loss: _Optional[float] = ...) -> None: ...
+    definitions: _containers.RepeatedCompositeFieldContainer[SearchDefinition]
+    increasing: _containers.RepeatedScalarFieldContainer[int]
+    decreasing: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, content_id: _Optional[bytes] = ..., rows: _Optional[_Union[RowRange, _Mapping]] = ..., screening_rows: _Optional[int] = ..., operators: _Optional[_Mapping[str, float]] = ..., variables: _Optional[_Iterable[int]] = ..., rules: _Optional[_Union[SearchRules, _Mapping]] = ..., units: _Optional[_Union[SearchUnits, _Mapping]] = ..., loss: _Optional[_Union[Loss, str]] = ..., loss_function: _Optional[_Union[LossFunction, _Mapping]] = ..., form: _Optional[_Union[Form, str]] = ..., template: _Optional[_Union[SearchTemplate, _Mapping]] = ..., group: _Optional[int] = ..., guesses: _Optional[_Union[Programs, _Mapping]] = ..., islands: _Optional[int] = ..., population: _Optional[int] = ..., no_pairs: bool = ..., fit_iterations: _Optional[int] = ..., seed: _Optional[int] = ..., max_seconds: _Optional[float] = ..., max_generations: _Optional[int] = ..., max_formulas: _Optional[int] = ..., idle_generations: _Optional[int] = ..., target_loss: _Optional[float] = ..., definitions: _Optional[_Iterable[_Union[SearchDefinition, _Mapping]]] = ..., increasing: _Optional[_Iterable[int]] = ..., decreasing: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SearchRules(_message.Message):
     __slots__ = ("max_size", "max_depth", "complexities", "counts", "nesting", "arguments")
@@ -533,19 +539,26 @@ class SearchUnits(_message.Message):
     def __init__(self, variables: _Optional[bytes] = ..., target: _Optional[bytes] = ..., dimensionless_constants: bool = ...) -> None: ...
 
 class SearchTemplate(_message.Message):
-    __slots__ = ("codes", "values", "functions")
-    class Columns(_message.Message):
-        __slots__ = ("variables",)
-        VARIABLES_FIELD_NUMBER: _ClassVar[int]
-        variables: _containers.RepeatedScalarFieldContainer[int]
-        def __init__(self, variables: _Optional[_Iterable[int]] = ...) -> None: ...
+    __slots__ = ("codes", "values", "arities", "fitted")
     CODES_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
-    FUNCTIONS_FIELD_NUMBER: _ClassVar[int]
+    ARITIES_FIELD_NUMBER: _ClassVar[int]
+    FITTED_FIELD_NUMBER: _ClassVar[int]
     codes: bytes
     values: bytes
-    functions: _containers.RepeatedCompositeFieldContainer[SearchTemplate.Columns]
-    def __init__(self, codes: _Optional[bytes] = ..., values: _Optional[bytes] = ..., functions: _Optional[_Iterable[_Union[SearchTemplate.Columns, _Mapping]]] = ...) -> None: ...
+    arities: _containers.RepeatedScalarFieldContainer[int]
+    fitted: int
+    def __init__(self, codes: _Optional[bytes] = ..., values: _Optional[bytes] = ..., arities: _Optional[_Iterable[int]] = ..., fitted: _Optional[int] = ...) -> None: ...
+
+class SearchDefinition(_message.Message):
+    __slots__ = ("name", "codes", "values")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CODES_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    codes: bytes
+    values: bytes
+    def __init__(self, name: _Optional[str] = ..., codes: _Optional[bytes] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class SearchResponse(_message.Message):
     __slots__ = ("front", "seconds", "generations", "formulas", "distinct", "fits", "pairs", "restarts", "end", "timings")
@@ -572,14 +585,16 @@ class SearchResponse(_message.Message):
     def __init__(self, front: _Optional[_Union[Front, _Mapping]] = ..., seconds: _Optional[float] = ..., generations: _Optional[int] = ..., formulas: _Optional[int] = ..., distinct: _Optional[int] = ..., fits: _Optional[int] = ..., pairs: _Optional[int] = ..., restarts: _Optional[int] = ..., end: _Optional[_Union[End, str]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
 
 class Front(_message.Message):
-    __slots__ = ("programs", "sizes", "losses")
+    __slots__ = ("programs", "sizes", "losses", "parts")
     PROGRAMS_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
     LOSSES_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     programs: Programs
     sizes: bytes
     losses: bytes
-    def __init__(self, programs: _Optional[_Union[Programs, _Mapping]] = ..., sizes: _Optional[bytes] = ..., losses: _Optional[bytes] = ...) -> None: ...
+    parts: Programs
+    def __init__(self, programs: _Optional[_Union[Programs, _Mapping]] = ..., sizes: _Optional[bytes] = ..., losses: _Optional[bytes] = ..., parts: _Optional[_Union[Programs, _Mapping]] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()

@@ -177,8 +177,14 @@ class Fuzzer:
             codes, values = self._program(4, 2)
             message.template.codes = bytes(codes)
             message.template.values = np.array(values, "<f8").tobytes()
-            for columns in self._pick([[], [[0]], [[0], [1]], [[]], [[9], [0]]]):
-                message.template.functions.add(variables=columns)
+            message.template.arities.extend(self._pick([[], [1], [2, 1], [0], [9, 2**32 - 1]]))
+            message.template.fitted = self._pick([0, 1, 2, 9])
+        if self._rarely():
+            codes, values = self._program(4, 2)
+            given = np.array(values, "<f8").tobytes()
+            message.definitions.add(name=self._pick(names), codes=bytes(codes), values=given)
+        if self._rarely():
+            message.increasing.extend(self._pick([[0], [1, 1], [2**32 - 1]]))
         if self._rarely():
             message.group = self._pick([0, 1, 2, 9])
         for name in ("fit_iterations", "target_loss"):

@@ -19,7 +19,19 @@ EXPONENTS = np.eye(3, BASE_UNITS)
 LENGTH, MASS_AND_CURRENT = EXPONENTS[0], np.eye(BASE_UNITS)[1] + np.eye(BASE_UNITS)[3]
 ONE = Batch.of([parse("x1")])
 MANY = {(outer, inner): 0 for outer in [*OPERATORS][:13] for inner in [*OPERATORS][:5]}
-FORM = parse("p1*x4 + exp(x5)")
+#: f(x1, x2)*p1 + exp(g(x3)); numbers are those of `warpfit.ops`.
+ADD, MUL, EXP = (OPERATORS[name].code for name in ("add", "mul", "exp"))
+FORM = np.array([1, 1, 128, 2, MUL, 1, 129, EXP, ADD], np.uint8)
+NUMBERS = np.array([0.0, 1.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0])
+TWICE = {"twice": parse("2*x1")}
+
+
+def template(arities=(2, 1), codes=FORM, numbers=NUMBERS, **given):
+    return {"template": Template(codes, numbers, arities, **given)}
+
+
+def parts(*texts):
+    return {"guesses": Batch.of([parse(text) for text in texts])}
 
 
 def rules(**given):
@@ -34,7 +46,9 @@ def rules(**given):
         {"rows": (3, 4), "variables": (2, 0), "group": 1},
         {"guesses": ONE, "units": Units(EXPONENTS)},
         {"units": Units(EXPONENTS, LENGTH, dimensionless_constants=True)},
-        {"template": Template(FORM, ((0, 1), (2,)))},
+        template(),
+        template(fitted=2) | parts("x1 + x2", "x1", "2") | {"monotonic": {0: 1, 2: -1}},
+        {"definitions": TWICE, "operators": {"twice": 2.0}, **rules(counts={"twice": 1})},
         rules(arguments={"pow": (-1, 1)}, nesting={("exp", "exp"): 0}, counts={"sin": 0}),
         {"max_generations": 2**64 - 1, "seed": 2**64 - 1},
     ],
@@ -98,18 +112,28 @@ WRONG = [
         *("UNSATISFIABLE", "units"),
         {"units": Units(EXPONENTS, 3 * EXPONENTS[0], True), "operators": {"add": 1.0, "exp": 1.0}},
     ),
-    ("BAD_TEMPLATE", "template", {"template": Template(FORM, ())}),
-    ("BAD_TEMPLATE", "template", {"template": Template(FORM, ((0,),))}),
-    ("BAD_TEMPLATE", "template", {"template": Template(FORM, ((0,), (1,), (2,)))}),
-    ("BAD_TEMPLATE", "template", {"template": Template(FORM, ((0,),) * 9)}),
-    ("NO_VARIABLES", "template", {"template": Template(FORM, ((0,), ()))}),
-    ("VARIABLE_OUT_OF_RANGE", "template", {"template": Template(FORM, ((0,), (3,)))}),
-    ("CONFLICTING_SETTINGS", "template", {"template": Template(FORM, ((0,), (1,))), "group": 1}),
-    (
-        "CONFLICTING_SETTINGS",
-        "guesses",
-        {"guesses": ONE, "template": Template(FORM, ((0,), (1,)))},
-    ),
+    ("BAD_TEMPLATE", "template", template(())),
+    ("BAD_TEMPLATE", "template", template((2,))),
+    ("BAD_TEMPLATE", "template", template((2, 1, 1))),
+    ("BAD_TEMPLATE", "template", template((1,) * 9)),
+    ("BAD_TEMPLATE", "template", template((2, 0))),
+    ("BAD_TEMPLATE", "template", template((2, 2))),
+    ("BAD_TEMPLATE", "template", template(codes=FORM[:-1], numbers=NUMBERS[:-1])),
+    ("BAD_TEMPLATE", "template", template(numbers=NUMBERS[:-1])),
+    ("BAD_TEMPLATE", "template", template(numbers=NUMBERS + 2.0)),
+    ("BAD_TEMPLATE", "template", template(numbers=NUMBERS + 0.5)),
+    ("BAD_TEMPLATE", "template", template(numbers=NUMBERS * np.nan)),
+    ("BAD_TEMPLATE", "template", template(codes=FORM[:0], numbers=NUMBERS[:0])),
+    ("BAD_TEMPLATE", "template", template(fitted=3)),
+    ("BAD_SETTING", "guesses", template() | {"guesses": ONE}),
+    ("BAD_SETTING", "guesses", template() | parts("x1", "x2", "1")),
+    ("BAD_SETTING", "guesses", {"definitions": TWICE} | parts("x4")),
+    ("BAD_SETTING", "the definition of add", {"definitions": {"add": parse("x1")}}),
+    ("BAD_SETTING", "the definition of f", {"definitions": {"f": parse("x2")}}),
+    ("BAD_SETTING", "the definition of f", {"definitions": {"f": parse("p1*x1")}}),
+    ("BAD_SETTING", "the definition of f", {"definitions": {"f": parse("x1 + x2 + x3 + x4")}}),
+    ("BAD_SETTING", "monotonic", {"monotonic": {3: 1}}),
+    ("BAD_SETTING", "monotonic", {"monotonic": {0: 2}}),
     ("CONFLICTING_SETTINGS", "guesses", {"guesses": ONE, "variables": (1,)}),
     ("VARIABLE_OUT_OF_RANGE", "programs", {"guesses": Batch.of([parse("x4")])}),
     ("BAD_SETTING", "vectors of guesses", {"guesses": Batch.of([parse("p1")], [[[1], [2]]])}),

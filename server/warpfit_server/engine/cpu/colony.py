@@ -19,7 +19,7 @@ with wrong constants is no better than any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -59,21 +59,26 @@ from warpfit_server.engine.search.colony import (
     LOSS_FLOOR,
     MOST_CONSTANTS,
     REGISTERS,
+    ROUNDING,
     SPREADS,
     ColonySettings,
     Genomes,
     Scored,
     Screening,
     estimate_distinct,
+    moved,
 )
+from warpfit_server.engine.search.composition import Composer, compose, work_size
 from warpfit_server.engine.search.genome import (
     ARITY,
+    HAS_UNITS,
     LARGEST,
     MAX_SIZE,
     WIDTH,
     breed,
     copy_tokens,
     first_formula,
+    keeps_units,
     size_of,
     start_random,
     structure_hash,
@@ -101,6 +106,8 @@ _BLOCK: Final = 512
 _TABLE: Final = 1 << 20
 #: Rows that a quick fit looks at, at most.
 _MOST_FITTED_ROWS: Final = 4_096
+#: Numbers that composing a formula takes, beside one for each token.
+_CALLS: Final = work_size(0)
 #: What does not vary between the formulas of a generation.
 _STATE: Final = np.dtype(
     [
@@ -119,6 +126,9 @@ _STATE: Final = np.dtype(
         ("fitted", np.int64),  # numbers around f: 2 for slope and intercept, 1 for a slope
         ("itemsize", np.int64),  # bytes of a value
         ("iterations", np.int64),  # of a quick fit
+        ("most", np.int64),  # tokens of a formula at most
+        ("is_composed", np.int64),  # 1 if genomes call functions
+        ("rounding", np.float64),  # part of a value below which its changes are rounding
     ],
     align=True,
 )
@@ -130,7 +140,8 @@ _STATE: Final = np.dtype(
     _CHILD_CODES, _CHILD_VALUES, _CHILD_LENGTHS, _CHILD_LOSSES, _CHILD_EARLY_LOSSES,
     _RATIOS, _HASHES, _PLACES, _TRIED, _REGISTERS, _BEST_CODES, _BEST_VALUES, _BEST_LENGTHS,
     _BEST_LOSSES, _BEST_EARLY_LOSSES, _PARSIMONY, _MATRIX, _KERNELS, _TARGET, _WEIGHTS,
-) = range(OWN_ARRAYS, OWN_ARRAYS + 29)  # fmt: skip
+    _FORM, _BODIES, _NUMBERS, _SIGNS,
+) = range(OWN_ARRAYS, OWN_ARRAYS + 33)  # fmt: skip
 _states = reader(_STATE)
 _singles = reader(types.float32)
 _integers = reader(types.int32)
@@ -150,11 +161,13 @@ def populate_chunk(block: int, chunk: int) -> int:
     lengths, hashes = _integers(block, _CHILD_LENGTHS), _unsigned(block, _HASHES)
     width = np.int64(grammar[WIDTH])
     random, work = np.zeros(1, np.uint64), np.zeros(width, np.int32)
-    scratch = np.zeros(width, np.uint64)
+    scratch, room = np.zeros(width, np.uint64), _room(state)
     for formula in range(formulas.start, formulas.stop):
         start_random(random, state.seed, state.generation, np.uint64(formula))
         place = formula * width
         length = first_formula(grammar, units, random, codes, values, place, work)
+        if length > 0 and not _whole_keeps_units(block, codes, values, place, length, room):
+            length = 0
         lengths[formula] = length
         if length > 0:
             hashes[formula] = structure_hash(grammar, codes, values, place, length, scratch)
@@ -173,7 +186,7 @@ def breed_chunk(block: int, chunk: int) -> int:
     tried, units = _unsigned(block, _TRIED), _integers(block, _UNITS)
     width = np.int64(grammar[WIDTH])
     random, work = np.zeros(1, np.uint64), np.zeros(width, np.int32)
-    scratch = np.zeros(width, np.uint64)
+    scratch, room = np.zeros(width, np.uint64), _room(state)
     for formula in range(formulas.start, formulas.stop):
         start_random(random, state.seed, state.generation, np.uint64(formula))
         child_lengths[formula] = breed(
@@ -181,6 +194,10 @@ def breed_chunk(block: int, chunk: int) -> int:
             state.island, formula, child_codes, child_values, hashes, tried,
             np.uint64(len(tried) - 1), work, scratch,
         )  # fmt: skip
+        if child_lengths[formula] > 0 and not _whole_keeps_units(
+            block, child_codes, child_values, formula * width, child_lengths[formula], room
+        ):
+            child_lengths[formula] = 0
     return FINISHED if len(scratch) > 0 else FAILED
 
 
@@ -200,15 +217,18 @@ def screen_chunk(block: int, chunk: int) -> int:
     known_lengths, known_early = _integers(block, _LENGTHS), _singles(block, _EARLY_LOSSES)
     known_codes, parsimony = octets(block, _CODES), _singles(block, _PARSIMONY)
     width = np.int64(grammar[WIDTH])
-    numbers = np.empty(width * (_BLOCK + INVARIANT_WIDTH // 8 + 1) + state.rows + 8)
-    stack = np.empty((2, width), np.int64)
+    numbers = np.empty(state.most * (_BLOCK + INVARIANT_WIDTH // 8 + 1) + state.rows + 8)
+    stack, room = np.empty((2, state.most), np.int64), _room(state)
+    columns = np.empty((2, state.rows if len(floats(block, _SIGNS)) > 0 else 0))
     for child in range(children.start, children.stop):
         length, first, place = np.int64(lengths[child]), child * width, places[child]
         losses[child] = early[child] = np.inf
         ratios[child] = 0.0
         if length == 0:
             continue
-        own_codes, own_values = codes[first : first + length], values[first : first + length]
+        own_codes, own_values = _whole(block, state, codes, values, first, length, room)
+        if len(own_codes) == 0:
+            continue
         rows = state.first_rows if state.first_rows > 0 else state.rows
         _run(block, own_codes, own_values, 0, rows, numbers, stack)
         early[child] = _screened(block, state, numbers, rows)
@@ -224,12 +244,64 @@ def screen_chunk(block: int, chunk: int) -> int:
             continue
         _run(block, own_codes, own_values, rows, state.rows, numbers, stack)
         losses[child] = _screened(block, state, numbers, state.rows)
+        if columns.shape[1] > 0 and losses[child] < np.inf:
+            losses[child] += _violations(block, own_codes, own_values, numbers, stack, columns)
     return FINISHED if len(numbers) > 0 else FAILED
 
 
 @inlined
+def _room(state: Any) -> Any:
+    """Return memory for what `_whole` writes."""
+    most = 2 * state.most * state.is_composed
+    return (
+        np.empty(most, np.uint8),
+        np.empty(most, np.float32),
+        np.empty(most, np.uint8),
+        np.empty(most, np.float32),
+        np.empty(_CALLS + most, np.int32),
+    )
+
+
+@register_jitable(error_model="numpy")  # type: ignore[untyped-decorator]
+def _whole(
+    block: int, state: Any, codes: Any, values: Any, first: int, length: int, room: Any
+) -> Any:
+    """Return codes and values of the whole formula of a genome, none if it is too long."""
+    if state.is_composed == 0:
+        return codes[first : first + length], values[first : first + length]
+    grammar, form = _integers(block, _GRAMMAR), _integers(block, _FORM)
+    bodies, numbers = octets(block, _BODIES), _singles(block, _NUMBERS)
+    count = compose(
+        grammar, form, bodies, numbers, codes, values, first, length, room[0], room[1], room[2],
+        room[3], room[4],
+    )  # fmt: skip
+    return room[0][:count], room[1][:count]
+
+
+@register_jitable(error_model="numpy")  # type: ignore[untyped-decorator]
+def _whole_keeps_units(
+    block: int, codes: Any, values: Any, place: int, length: int, room: Any
+) -> bool:
+    """Return whether the formula of a genome that calls functions has consistent units."""
+    grammar, units = _integers(block, _GRAMMAR), _integers(block, _UNITS)
+    if grammar[HAS_UNITS] <= 2:
+        return True
+    state = _states(block, _OWN_STATE)[0]
+    whole = _whole(block, state, codes, values, place, np.int64(length), room)
+    count = len(whole[0])
+    return count > 0 and keeps_units(grammar, units, whole[0], whole[1], 0, count, room[4])
+
+
+@inlined
 def _run(
-    block: int, codes: Any, values: Any, start: int, stop: int, numbers: Any, stack: Any
+    block: int,
+    codes: Any,
+    values: Any,
+    start: int,
+    stop: int,
+    numbers: Any,
+    stack: Any,
+    table: int = 0,
 ) -> None:
     """Evaluate a formula on a range of rows.
 
@@ -242,9 +314,10 @@ def _run(
         numbers: memory: the values of all rows, then the constants, then the stack's values.
         stack: memory for the operands that wait for an operator: address, and whether it is that of
             a constant; [2, width].
+        table: 0 for the rows; others are the same with one variable moved.
     """
     grammar, state = _integers(block, _GRAMMAR), _states(block, _OWN_STATE)[0]
-    kernels, matrix = words(block, _KERNELS), words(block, _MATRIX)[0]
+    kernels, matrix = words(block, _KERNELS), words(block, _MATRIX)[table]
     result = numbers.ctypes.data
     constants = result + aligned(state.rows * state.itemsize, INVARIANT_WIDTH)
     slots = constants + stack.shape[1] * INVARIANT_WIDTH
@@ -279,6 +352,33 @@ def _run(
             height += 1
         if len(codes) == 1:
             call_kernel(kernels[COPY_CODE], (target, stack[0, 0], 0, 0, stack[1, 0], count))
+
+
+@register_jitable(error_model="numpy")  # type: ignore[untyped-decorator]
+def _violations(block: int, codes: Any, values: Any, numbers: Any, stack: Any, columns: Any) -> Any:
+    """Return the part of the rows where a formula violates a direction, for all directions.
+
+    ``numbers`` has the values of the formula, ``columns`` is memory for two numbers of each row.
+    """
+    state, signs = _states(block, _OWN_STATE)[0], floats(block, _SIGNS)
+    target, weights = floats(block, _TARGET), floats(block, _WEIGHTS)
+    _read(state, numbers, columns[0])
+    mean, products, found = 0.0, 0.0, 0.0
+    for row in range(state.rows):
+        mean += weights[row] * columns[0, row]
+    for row in range(state.rows):
+        products += weights[row] * (columns[0, row] - mean) * (target[row] - state.mean)
+    rises = -1.0 if state.fitted > 0 and products < 0.0 else 1.0
+    for table in range(len(signs)):
+        _run(block, codes, values, 0, state.rows, numbers, stack, table + 1)
+        _read(state, numbers, columns[1])
+        wrong = 0
+        for row in range(state.rows):
+            step = rises * signs[table] * (columns[1, row] - columns[0, row])
+            if not step >= -state.rounding * abs(columns[0, row]):
+                wrong += 1
+        found += wrong / state.rows
+    return found
 
 
 @inlined
@@ -336,8 +436,9 @@ def fit_chunk(block: int, chunk: int) -> int:
     codes, values = octets(block, _CHILD_CODES), _singles(block, _CHILD_VALUES)
     lengths, width = _integers(block, _CHILD_LENGTHS), np.int64(grammar[WIDTH])
     rows = state.first_rows if state.first_rows > 0 else min(state.rows, _MOST_FITTED_ROWS)
-    numbers = np.empty(width * (_BLOCK + INVARIANT_WIDTH // 8 + 1) + state.rows + 8)
-    stack, tokens = np.empty((2, width), np.int64), np.empty(MOST_CONSTANTS, np.int64)
+    numbers = np.empty(state.most * (_BLOCK + INVARIANT_WIDTH // 8 + 1) + state.rows + 8)
+    stack, tokens = np.empty((2, state.most), np.int64), np.empty(MOST_CONSTANTS, np.int64)
+    room = _room(state)
     columns = np.empty((MOST_CONSTANTS + 1, rows))
     normal = np.empty((MOST_CONSTANTS + 2, MOST_CONSTANTS + 2))
     factor, step = np.empty_like(normal), np.empty(MOST_CONSTANTS + 1)
@@ -348,7 +449,10 @@ def fit_chunk(block: int, chunk: int) -> int:
             if own_codes[token] == CONSTANT and count < MOST_CONSTANTS:
                 tokens[count] = token
                 count += 1
-        _run(block, own_codes, own_values, 0, rows, numbers, stack)
+        whole = _whole(block, state, codes, values, first, length, room)
+        if len(whole[0]) == 0:
+            continue
+        _run(block, whole[0], whole[1], 0, rows, numbers, stack)
         loss, damping = _screened(block, state, numbers, rows), FIRST_DAMPING
         for _ in range(state.iterations):
             if not loss < np.inf:
@@ -359,7 +463,8 @@ def fit_chunk(block: int, chunk: int) -> int:
                 old = own_values[token]
                 own_values[token] += DIFFERENCE * (abs(old) + LEAST_SIZE)
                 difference = np.float64(own_values[token]) - np.float64(old)
-                _run(block, own_codes, own_values, 0, rows, numbers, stack)
+                whole = _whole(block, state, codes, values, first, length, room)
+                _run(block, whole[0], whole[1], 0, rows, numbers, stack)
                 own_values[token] = old
                 _read(state, numbers, columns[place])
                 for row in range(rows):
@@ -374,7 +479,8 @@ def fit_chunk(block: int, chunk: int) -> int:
                     columns[place, 0] = own_values[token]
                     moved = own_values[token] + step[place]
                     own_values[token] = max(-LARGEST, min(LARGEST, moved))
-                _run(block, own_codes, own_values, 0, rows, numbers, stack)
+                whole = _whole(block, state, codes, values, first, length, room)
+                _run(block, whole[0], whole[1], 0, rows, numbers, stack)
                 trial = _screened(block, state, numbers, rows)
                 if trial < loss * _BETTER:
                     loss, damping, better = trial, damping * 0.2, True
@@ -591,6 +697,8 @@ class CpuColony:
         units: from `genome.new_units`.
         screening: the rows.
         settings: islands and seed.
+        composer: writes out what genomes call.
+        signs: for columns 1 if no formula may fall with them, -1 if none may rise.
     """
 
     def __init__(
@@ -603,6 +711,8 @@ class CpuColony:
         units: NDArray[np.int32],
         screening: Screening,
         settings: ColonySettings,
+        composer: Composer,
+        signs: Mapping[int, int],
     ) -> None:
         self._run, self._matrix, self._kernels = run, matrix, kernels
         self._grammar, self._units = grammar, units
@@ -628,7 +738,9 @@ class CpuColony:
         self._returned = np.zeros(_TABLE, np.uint64)
         self._parsimony = settings.parsimony()
         rows = len(screening.target)
-        self._address = np.array([matrix.ctypes.data])
+        self._moved = [moved(matrix, column, screening.itemsize) for column in signs]
+        self._address = np.array([each.ctypes.data for each in (matrix, *self._moved)])
+        self._signs = np.array([*signs.values()], np.float64)
         self._state = np.zeros(1, _STATE)
         one = self._state[0]
         one["seed"], one["formulas"], one["island"] = settings.seed, count, settings.island
@@ -640,6 +752,9 @@ class CpuColony:
         one["least_spread"] = LEAST_SPREAD[screening.itemsize]
         one["spread"], one["mean"] = screening.spread, screening.mean
         one["iterations"] = min(FIT_ITERATIONS, settings.iterations)
+        one["rounding"] = ROUNDING[screening.itemsize]
+        one["most"], one["is_composed"] = composer.most or self.width, composer.is_needed
+        self._form = composer.places, composer.bodies, composer.numbers.astype(np.float32)
 
     def populate(self) -> Steps[None]:
         """Fill all islands with random formulas."""
@@ -761,6 +876,7 @@ class CpuColony:
             self._grammar, self._units, self._state, *self._own, self._losses,
             self._early_losses, self._scores, *children, self._tried, self._registers, *self._best,
             self._best_losses, self._best_early_losses, self._parsimony, self._address,
-            self._kernels, self._screening.target, self._screening.weights,
+            self._kernels, self._screening.target, self._screening.weights, *self._form,
+            self._signs,
         )  # fmt: skip
         return ChunkedWork(address_of(function), arrays, cut, self._cancelled)

@@ -69,6 +69,7 @@ from warpfit_server.system.machine import available_cores
 
 if TYPE_CHECKING:
     from warpfit_server.engine.search.colony import ColonySettings, Screening
+    from warpfit_server.engine.search.composition import Composer
 
 #: Seconds of all threads together that a step should take if a request arrives meanwhile, which
 #: waits for it: where few threads compute, requests take longer, and ending a step as long as ever.
@@ -246,12 +247,14 @@ class CpuEngine:
             units: NDArray[np.int32],
             screening: Screening,
             settings: ColonySettings,
+            composer: Composer,
         ) -> interface.Steps[CpuColony]:
             yield None
             matrix = self._dataset(screening.dataset_id).matrix
             kernels = self._kernels[Arithmetic.of(matrix.dtype, Precision.FAST)].addresses
-            given = grammar, units, screening, settings
-            return CpuColony(matrix, kernels, self.run_in_steps, cancelled, *given)
+            given = grammar, units, screening, settings, composer
+            signs = request.monotonic
+            return CpuColony(matrix, kernels, self.run_in_steps, cancelled, *given, signs)
 
         def new_weigher() -> CpuWeigher:
             return CpuWeigher(self.threads)

@@ -45,6 +45,7 @@ from warpfit_server.engine.cuda.runtime.device import (
     CudaDevice,
     PageLocks,
 )
+from warpfit_server.engine.cuda.search.host import HostSearches
 from warpfit_server.engine.cuda.tier_chooser import Decision, TierChooser, WorkKind
 from warpfit_server.engine.interface import (
     Arithmetic,
@@ -124,6 +125,7 @@ class CudaEngine:
         self._planner.submit(self._derivatives.result)
         self._warming = BACKGROUND.submit(self._warm_up_compiled)
         self._search_code: Future[None] | None = None
+        self._host = HostSearches(self.threads)
         self._pairs_code: Future[None] | None = None
 
     def device(self) -> Device:
@@ -258,6 +260,10 @@ class CudaEngine:
         from warpfit_server.engine.cuda.search import colony, pairs
         from warpfit_server.engine.search.driver import search
 
+        if HostSearches.are_needed(request):
+            given = request, datasets
+            return (yield from self._host.search(*given, cancelled=cancelled, report=report))
+
         self._device.use()
         variants = {4: Variant.of(Arithmetic.FAST, 64), 8: Variant.of(Arithmetic.DOUBLE, 32)}
         if self._search_code is None:
@@ -267,12 +273,13 @@ class CudaEngine:
         yield self._pairs_code
 
         def new_colony(*given: Any) -> Steps[Colony]:
-            grammar, _, screening, _ = given
+            *known, _ = given  # genomes are whole formulas
+            grammar, _, screening, _ = known
             variant = variants[screening.itemsize]
             kernels = BACKGROUND.submit(colony.load_kernels, self._device, variant, grammar)
             yield kernels
             resident = self._resident(screening.dataset_id)
-            return colony.CudaColony(self._device, kernels.result(), resident, cancelled, *given)
+            return colony.CudaColony(self._device, kernels.result(), resident, cancelled, *known)
 
         def new_weigher() -> pairs.CudaWeigher:
             return pairs.CudaWeigher(self._device)
@@ -293,6 +300,7 @@ class CudaEngine:
 
     def close(self) -> None:
         """Stop the compiler and free all device memory."""
+        self._host.close()
         if not self._warming.cancel():
             self._warming.result()
         if not self._derivatives.cancel() and self._derivatives.exception() is None:

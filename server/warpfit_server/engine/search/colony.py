@@ -36,6 +36,10 @@ _PARSIMONY: Final = (5e-4, 1e-2)
 LOSS_FLOOR: Final = {4: 1e-10, 8: 1e-20}
 #: Spread of the values relative to their mean below which it is rounding, by bytes of a number.
 LEAST_SPREAD: Final = {4: 1e-4, 8: 1e-9}
+#: Change of a column by which directions are looked at, as part of its range, and part of a value
+#: below which its changes are rounding, by bytes of a number.
+STEP: Final = {4: 1e-3, 8: 1e-6}
+ROUNDING: Final = {4: 1e-6, 8: 1e-12}
 #: Values between which their spread is a number in float32.
 SPREADS: Final = (1e-15, 1e15)
 #: Screening rows from which on the first ones stand for all, what part of them these are, and the
@@ -221,6 +225,13 @@ class Colony(Protocol):
 
     def close(self) -> None:
         """Free the memory."""
+
+
+def moved(matrix: NDArray[Any], column: int, itemsize: int) -> NDArray[Any]:
+    """Return a table of rows, [columns, rows], in which a column is somewhat greater."""
+    found = matrix.copy()
+    found[column] += STEP[itemsize] * np.ptp(matrix[column])
+    return found
 
 
 def estimate_distinct(registers: NDArray[Any]) -> int:

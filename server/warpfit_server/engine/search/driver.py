@@ -38,18 +38,23 @@ from warpfit.ir import Batch, Population
 from warpfit.losses import LossFunction, TargetStatistics
 from warpfit.ops import CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER
 from warpfit.request import Evaluation
-from warpfit.searching import Front, SearchProgress, SearchReason, SearchRequest
+from warpfit.searching import FIRST_CALL, Front, SearchProgress, SearchReason, SearchRequest
 from warpfit_server.engine.interface import Engine, Outputs, Passes, Steps
 from warpfit_server.engine.search.colony import (
+    ROUNDING,
     Colony,
     ColonySettings,
     Genomes,
     Scored,
     Screening,
+    moved,
 )
+from warpfit_server.engine.search.composition import Composer
 from warpfit_server.engine.search.genome import (
     ALLOWED,
     COMPLEXITY,
+    FUNCTIONS,
+    HAS_UNITS,
     LARGEST,
     MOST_COLUMNS,
     WIDTH,
@@ -57,6 +62,7 @@ from warpfit_server.engine.search.genome import (
     fitted_numbers,
     new_grammar,
     new_units,
+    part_lengths,
 )
 from warpfit_server.engine.search.library import joined
 from warpfit_server.engine.search.pairs import PairSearch
@@ -90,6 +96,7 @@ _ROWS_AT_ONCE: Final = 1 << 18
 _FITTED_AT_ONCE: Final = 1_024
 #: Rows by which the ranks of columns are compared.
 _RANKED_ROWS: Final = 4_096
+_DOUBLE: Final = np.dtype(np.float64)
 #: Improvement of a loss that counts.
 _BETTER: Final = 1.0 - 1e-9
 _MUL, _ADD = OPERATORS["mul"].code, OPERATORS["add"].code
@@ -136,6 +143,8 @@ class _Entry:
     parameters: Floats
     loss: float
     """Loss on the screening rows."""
+    parts: Genomes | None = None
+    """The genome, its constants as parameters, if it is not the whole formula."""
 
 
 @dataclass(slots=True)
@@ -202,6 +211,8 @@ class _Search:
         self._whole: _Archive | None = None
         """The front as it was last fitted on all rows, if these are not the screening rows."""
         self._loaded: list[bytes] = []
+        self._moved: list[tuple[Dataset, int]] = []
+        """The screening rows with a column moved, and the direction of formulas then."""
         self._colony: Colony | None = None
         self._pairing: PairSearch | None = None
         self._generations = self._idle = self._fits = self._restarts = self._pair_steps = 0
@@ -226,18 +237,21 @@ class _Search:
         # In random order, so that the first ones stand for all.
         rows = self._rng.permutation((yield from self._draw_rows()))
         columns = yield from self._choose_columns(rows)
-        self._grammar = new_grammar(request, [columns])
+        self._grammar = new_grammar(request, self._columns_of_functions(columns))
+        self._composer = Composer(request, self._grammar)
         self._units = new_units(request, self._dataset.layout.variables)
-        self._rows = yield from self._load_rows(rows, np.dtype(np.float64))
+        self._rows = yield from self._load_rows(rows, _DOUBLE)
         self._screening = yield from self._screen(rows, columns)
         self._statistics = TargetStatistics.of_rows(self._rows, slice(0, len(rows)))
+        for column, sign in request.monotonic.items():
+            self._moved.append(((yield from self._load_rows(rows, _DOUBLE, column)), sign))
         spread = self._check_spread()
         try:
             yield from self._fit_constant()
             if spread == 0.0:  # nothing gets better on these rows
                 is_met = self._is_constant_allowed and self._constant.loss <= self._asked
                 return self._progress(SearchReason.TARGET_LOSS if is_met else SearchReason.IDLE)
-            given = self._grammar, self._units, self._screening, settings
+            given = self._grammar, self._units, self._screening, settings, self._composer
             waits = time.monotonic()
             colony = self._colony = yield from new_colony(*given)
             self._began += time.monotonic() - waits  # time begins when code has been compiled
@@ -303,6 +317,13 @@ class _Search:
         best = self._archive.best()
         self._target = 0.1 * best if best > 0.0 else -math.inf
         return False
+
+    def _columns_of_functions(self, columns: list[int]) -> list[list[int]]:
+        """Return the variables of each function of a genome; a template's numbers have none."""
+        template = self._request.template
+        if template is None:
+            return [columns]
+        return [[*range(arity)] for arity in template.arities] + [[]] * template.parameters
 
     def _evolve(self, colony: Colony, settings: ColonySettings) -> Steps[SearchReason]:
         """Run generations and fits until the search ends; return why."""
@@ -383,7 +404,11 @@ class _Search:
         """Return the search for pairs and sums of short formulas on the first screening rows."""
         rows, first = self._rows, slice(0, PAIR_ROWS)
         return PairSearch(
-            operators=self._request.operators,
+            operators={
+                name: weight
+                for name, weight in self._request.operators.items()
+                if name in OPERATORS
+            },
             columns=columns,
             X=rows.variables[:, first],
             target=self._screening.target[first],
@@ -408,6 +433,10 @@ class _Search:
             return
         best = yield from colony.best()
         others = best.genomes.population()
+        calls = (
+            np.maximum.reduceat(others.codes, others.starts[:-1]) if len(others) else others.codes
+        )
+        others = others[calls < FIRST_CALL]  # which pairs do not know
         found = yield from pairing.step(others)
         if self._pair_steps % _SUM_EVERY == 0:
             sums = yield from pairing.sums(others)
@@ -431,14 +460,18 @@ class _Search:
 
     def _values(self, formulas: Population) -> Steps[Floats]:
         """Evaluate formulas without parameters on the rows of pairs, [formulas, rows]."""
-        count, rows = len(formulas), min(PAIR_ROWS, len(self._screening.target))
         batch = Batch(
             formulas.codes, formulas.values, formulas.lengths,
-            parameter_counts=np.zeros(count, np.uint32), parameters=np.empty(0),
+            parameter_counts=np.zeros(len(formulas), np.uint32), parameters=np.empty(0),
         )  # fmt: skip
-        values = np.empty((count, 1, rows))
+        rows = min(PAIR_ROWS, len(self._screening.target))
+        return (yield from self._evaluated(batch, self._rows, rows))
+
+    def _evaluated(self, batch: Batch, dataset: Dataset, rows: int) -> Steps[Floats]:
+        """Evaluate formulas on the first rows of a data set, [formulas, rows]."""
+        values = np.empty((len(batch), 1, rows))
         outputs = Outputs(values, None, self._cancelled, lambda programs: None)
-        problem = Evaluation(self._rows.content_id, batch, (0, rows))
+        problem = Evaluation(dataset.content_id, batch, (0, rows))
         yield from self._engine.evaluate(problem, outputs)
         return values[:, 0]
 
@@ -449,7 +482,10 @@ class _Search:
         allowed = np.zeros(len(genomes), np.uint8)
         with np.errstate(over="ignore"):  # rules ask for no number
             values = genomes.values.astype(np.float32).reshape(-1)
-        given = self._grammar, self._units, genomes.codes.reshape(-1), values, genomes.lengths
+        grammar = self._grammar.copy()
+        if grammar[HAS_UNITS] > 2:  # these formulas call nothing
+            grammar[HAS_UNITS] -= 2
+        given = grammar, self._units, genomes.codes.reshape(-1), values, genomes.lengths
         are_allowed(*given, allowed)
         return allowed.astype(bool)
 
@@ -464,10 +500,13 @@ class _Search:
         is_parameter = codes == PARAMETER
         places = own[is_parameter] + values[is_parameter].astype(np.int64)
         codes[is_parameter], values[is_parameter] = CONSTANT, guesses.parameters[places]
-        fits = np.flatnonzero(guesses.lengths <= width)
+        # The functions of a template follow one another.
+        lengths = guesses.lengths.reshape(-1, int(self._grammar[FUNCTIONS])).sum(axis=1)
+        fits = np.flatnonzero(lengths <= width)
         if not len(fits):
             return
-        genomes = Genomes.of(Population(codes, values, guesses.lengths)[fits], width)
+        whole = Population(codes, values, lengths.astype(np.uint32))
+        genomes = Genomes.of(whole[fits], width)
         places = self._spread(len(fits), settings)
         yield from self._fit(Scored(genomes, np.zeros(len(fits)), places))
 
@@ -525,14 +564,41 @@ class _Search:
         found = [] if archive is None else archive.front()
         if not found and self._is_constant_allowed:
             found = [(1, self._constant)]
-        sizes = np.array([size for size, _ in found], np.int64)
+        template = self._request.template
+        numbers = 0 if template is None else template.parameters
+        sizes = np.array([size - numbers for size, _ in found], np.int64)
         losses = self._signed(np.array([entry.loss for _, entry in found]))
-        return Front(self._batch_of(found), sizes, losses)
+        parts = self._parts_of(found) if self._composer.is_needed else None
+        return Front(self._batch_of(found), sizes, losses, parts)
+
+    @property
+    def _constant_part(self) -> Population:
+        """The one part of a constant."""
+        return Population(np.array([PARAMETER], np.uint8), np.zeros(1), np.ones(1, np.uint32))
+
+    def _parts_of(self, found: Sequence[tuple[int, _Entry]]) -> Batch:
+        """Return the functions and numbers of formulas, with their constants."""
+        codes, values, lengths = [np.empty(0, np.uint8)], [np.empty(0)], list[int]()
+        for _, entry in found:
+            own = self._constant_part if entry.parts is None else entry.parts.population()
+            is_number = own.codes == PARAMETER
+            numbers = own.values.copy()
+            numbers[is_number] = entry.parameters[own.values[is_number].astype(np.int64)]
+            codes.append(np.where(is_number, np.uint8(CONSTANT), own.codes))
+            values.append(numbers)
+            lengths += part_lengths(self._grammar, own.codes)
+        counts = np.zeros(len(lengths), np.uint32)
+        return Batch(
+            np.concatenate(codes), np.concatenate(values), np.array(lengths, np.uint32),
+            parameter_counts=counts, parameters=np.empty(0),
+        )  # fmt: skip
 
     @property
     def _is_constant_allowed(self) -> bool:
-        """Whether a constant has the unit of the target."""
+        """Whether a constant has the unit of the target, and is no template."""
         units = self._request.units
+        if self._request.template is not None:
+            return False
         is_plain = units is not None and units.dimensionless_constants
         return not (is_plain and int(self._units[0]) > 0)
 
@@ -598,8 +664,13 @@ class _Search:
         chosen = np.argsort(scores)[::-1][:MOST_COLUMNS]
         return sorted(columns[place] for place in chosen.tolist())
 
-    def _load_rows(self, rows: NDArray[np.int64], dtype: np.dtype[np.floating]) -> Steps[Dataset]:
-        """Have the engine load some rows as a data set of their own."""
+    def _load_rows(
+        self,
+        rows: NDArray[np.int64],
+        dtype: np.dtype[np.floating],
+        column: int | None = None,
+    ) -> Steps[Dataset]:
+        """Have the engine load some rows as a data set of their own, with a column `moved`."""
         layout: Layout = replace(self._dataset.layout, rows=len(rows), dtype=dtype)
         matrix = np.empty((len(self._dataset.matrix), len(rows)), dtype)
         for first in range(0, len(matrix), max(1, _ROWS_AT_ONCE // len(rows))):
@@ -607,6 +678,8 @@ class _Search:
             with np.errstate(over="ignore"):  # of what formulas do not use
                 matrix[some] = self._dataset.matrix[some, rows]
             yield None
+        if column is not None:
+            matrix = moved(matrix, column, matrix.itemsize)
         loaded = Dataset.resident(layout, matrix, os.urandom(32))
         self._datasets.load(loaded)
         self._loaded.append(loaded.content_id)
@@ -666,7 +739,10 @@ class _Search:
             yield from self._fit_some(Scored(genomes.take(some), losses[some], places[some]))
 
     def _fit_some(self, found: Scored) -> Steps[None]:
+        found = self._without_idle_parts(found)
         genomes = found.genomes
+        if not len(genomes):
+            return
         batch = self._with_parameters(genomes)
         result = yield from self._optimize(self._rows, batch, self._request.fit_iterations)
         self._fits += len(batch)
@@ -675,13 +751,20 @@ class _Search:
         codes = genomes.codes.astype(np.int64)
         sizes = np.where(inside, self._grammar[COMPLEXITY + codes], 0).sum(axis=1)
         starts = batch.parameter_starts
-        for row in range(len(batch)):
+        wanted = [
+            row
+            for row in range(len(batch))
+            if self._archive.wants(int(sizes[row]), float(losses[row]))
+        ]
+        fitted_batch = replace(batch, parameters=result.parameters)
+        for row in (yield from self._monotonic(fitted_batch, wanted)):
             if self._archive.wants(int(sizes[row]), float(losses[row])):
                 program, own = (
                     batch[row : row + 1],
                     result.parameters[starts[row] : starts[row + 1]],
                 )
-                entry = _Entry(program.codes, program.values, own.copy(), float(losses[row]))
+                parts = self._lifted(genomes.take([row])) if self._composer.is_needed else None
+                entry = _Entry(program.codes, program.values, own.copy(), float(losses[row]), parts)
                 self._archive.add(int(sizes[row]), entry)
         is_number = inside & (codes == CONSTANT)
         is_inner = np.ones(len(result.parameters), bool)
@@ -698,6 +781,20 @@ class _Search:
             assert self._colony is not None
             better = Genomes(genomes.codes, fitted, genomes.lengths).take(back)
             yield from self._colony.insert(better, found.places[back])
+
+    def _monotonic(self, batch: Batch, wanted: list[int]) -> Steps[list[int]]:
+        """Return those of some formulas that rise and fall as they have to on screening rows."""
+        if not wanted or not self._moved:
+            return wanted
+        some = batch[np.array(wanted)]
+        values = yield from self._evaluated(some, self._rows, len(self._screening.target))
+        kept = np.ones(len(wanted), bool)
+        for dataset, sign in self._moved:
+            ahead = yield from self._evaluated(some, dataset, len(self._screening.target))
+            with np.errstate(invalid="ignore"):
+                steps = sign * (ahead - values) >= -ROUNDING[8] * np.abs(values)
+            kept &= steps.all(axis=1)
+        return [row for row, is_kept in zip(wanted, kept.tolist(), strict=True) if is_kept]
 
     @staticmethod
     def _constant_of(number: float, loss: float) -> _Entry:
@@ -717,22 +814,25 @@ class _Search:
 
     def _with_parameters(self, genomes: Genomes) -> Batch:
         """Return whole formulas, with parameters for their constants, slope and intercept."""
-        inner, fitted = genomes.population(), self._screening.fitted
-        owner = np.repeat(np.arange(len(genomes)), genomes.lengths)
-        is_number = inner.codes == CONSTANT
-        numbers = np.bincount(owner[is_number], minlength=len(genomes))
-        first = np.cumsum(numbers) - numbers
-        values = inner.values.copy()
-        values[is_number] = np.arange(len(values))[: is_number.sum()] - first[owner[is_number]]
+        lifted, fitted = self._lifted(genomes), self._screening.fitted
+        own = lifted.population()
+        numbers = np.bincount(
+            np.repeat(np.arange(len(genomes)), genomes.lengths)[own.codes == PARAMETER],
+            minlength=len(genomes),
+        )
+        inner = self._composer.composed(lifted) if self._composer.is_needed else own
+        owner = np.repeat(np.arange(len(genomes)), inner.lengths)
         tail = np.array([PARAMETER, _MUL, PARAMETER, _ADD], np.uint8)[: 2 * fitted]
-        lengths, counts = genomes.lengths + len(tail), numbers + fitted
+        lengths, counts = inner.lengths.astype(np.int64) + len(tail), numbers + fitted
         ends, codes = np.cumsum(lengths), np.zeros(lengths.sum(), np.uint8)
         whole, parameters = np.zeros(len(codes)), np.ones(counts.sum())
         places = np.arange(len(owner)) + owner * len(tail)
-        codes[places], whole[places] = np.where(is_number, PARAMETER, inner.codes), values
-        parameters[np.arange(len(owner))[: is_number.sum()] + owner[is_number] * fitted] = (
-            inner.values[is_number]
-        )
+        codes[places], whole[places] = inner.codes, inner.values
+        is_number = own.codes == PARAMETER
+        owners = np.repeat(np.arange(len(genomes)), numbers)
+        parameters[np.arange(len(owners)) + owners * fitted] = genomes.population().values[
+            is_number
+        ]
         for place, code in enumerate(tail):
             codes[ends - len(tail) + place] = code
         for place in range(fitted):
@@ -746,6 +846,25 @@ class _Search:
             parameter_counts=counts.astype(np.uint32),
             parameters=parameters,
         )
+
+    @staticmethod
+    def _lifted(genomes: Genomes) -> Genomes:
+        """Return genomes whose constants are parameters, numbered in each genome."""
+        inside = np.arange(genomes.codes.shape[1]) < genomes.lengths[:, None]
+        is_number = (genomes.codes == CONSTANT) & inside
+        codes = np.where(is_number, np.uint8(PARAMETER), genomes.codes)
+        values = np.where(is_number, is_number.cumsum(axis=1) - 1.0, genomes.values)
+        return Genomes(codes, values, genomes.lengths)
+
+    def _without_idle_parts(self, found: Scored) -> Scored:
+        """Leave out genomes whose last numbers are in no formula, or that are too long."""
+        genomes = found.genomes
+        if not self._composer.is_needed or not len(genomes):
+            return found
+        lifted = self._lifted(genomes)
+        own, whole = lifted.population(), self._composer.composed(lifted)
+        kept = own.needed_parameters() == whole.needed_parameters()
+        return Scored(genomes.take(kept), found.losses[kept], found.places[kept])
 
     def _optimize(
         self, rows: Dataset, batch: Batch, iterations: int, deadline: float | None = None

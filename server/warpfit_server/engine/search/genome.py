@@ -26,8 +26,15 @@ from numba.extending import register_jitable
 from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError
-from warpfit.ops import ARITIES, CONSTANT, KERNEL_FUNCTIONS, OPERATORS, VARIABLE
-from warpfit.searching import BASE_UNITS, MOST_NESTINGS, Form, SearchRequest
+from warpfit.ops import CONSTANT, KERNEL_FUNCTIONS, OPERATORS, VARIABLE
+from warpfit.searching import (
+    BASE_UNITS,
+    FIRST_DEFINITION,
+    MOST_NESTINGS,
+    Form,
+    SearchRequest,
+    arities_of,
+)
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.search.kernel_language import (
     Bool,
@@ -41,9 +48,9 @@ from warpfit_server.engine.search.kernel_language import (
     portable,
 )
 
-#: Most tokens of a genome, functions of a template, and columns of formulas.
+#: Most tokens of a genome, functions and numbers of a template, and columns of formulas.
 MOST_TOKENS: Final = 256
-MOST_FUNCTIONS: Final = 16
+MOST_FUNCTIONS: Final = 64
 MOST_COLUMNS: Final = 1024
 #: Entries of a table from which operators are drawn, each as often as its weight says.
 _DRAWS: Final = 256
@@ -74,7 +81,8 @@ _FIELDS: Final = {
     "max_depth": 1,  # 0 for any
     "scaled": 1,  # 2 if slope and intercept are fitted, 1 if a slope is, so that f needs none
     "functions": 1,
-    "has_units": 1,  # 1 if constants have any dimension, 2 if they are plain numbers
+    "has_units": 1,  # 1 if constants have any dimension, 2 if they are plain numbers; and 2 more
+    # if units are those of the whole formula, which is composed
     "unit_kind": _CODES,  # what an operator does to dimensions: one of the numbers below
     "unit_power": _CODES,  # exponent of a power, as a residue
     "first_column": MOST_FUNCTIONS,  # of a function among ``columns``
@@ -180,33 +188,38 @@ def new_grammar(request: SearchRequest, columns: Sequence[Sequence[int]]) -> NDA
     """
     grammar, rules = np.zeros(GRAMMAR_SIZE, np.int32), request.rules
     one = {name: grammar[place] for name, place in _PLACES.items()}
-    one["arity"][:] = ARITIES.astype(np.int32)
+    arities = arities_of(request.template, request.definitions)
+    one["arity"][:] = arities
     one["complexity"][:] = 1
     one["uses_most"][:] = -1
     one["argument_most"][:] = -1
-    weights = {OPERATORS[name].code: weight for name, weight in request.operators.items()}
+    known = {name: row.code for name, row in OPERATORS.items()}
+    known |= {name: FIRST_DEFINITION + place for place, name in enumerate(request.definitions)}
+    weights = {known[name]: weight for name, weight in request.operators.items()}
     codes = [code for code, weight in weights.items() if weight > 0]
     one["allowed"][codes] = 1
     names = {1: "unary", 2: "binary", 3: "ternary"}
     for arity, name in names.items():
-        drawn = {code: weights[code] for code in codes if ARITIES[code] == arity}
+        drawn = {code: weights[code] for code in codes if arities[code] == arity}
         one["has_arity"][arity] = bool(drawn)
         one[name][:] = _draws(drawn)
     one["any_operator"][:] = _draws({code: weights[code] for code in codes})
     for name, complexity in rules.complexities.items():
-        one["complexity"][OPERATORS[name].code] = complexity
+        one["complexity"][known[name]] = complexity
     for name, most in rules.counts.items():
-        one["uses_most"][OPERATORS[name].code] = most
+        one["uses_most"][known[name]] = most
     one["limits_arguments"][:] = bool(rules.arguments)
     for name, sizes in rules.arguments.items():
-        first = 3 * OPERATORS[name].code
+        first = 3 * known[name]
         one["argument_most"][first : first + len(sizes)] = sizes
     for place, ((outer, inner), most) in enumerate(rules.nesting.items()):
-        one["nest_outer"][place] = OPERATORS[outer].code
-        one["nest_inner"][place] = OPERATORS[inner].code
+        one["nest_outer"][place] = known[outer]
+        one["nest_inner"][place] = known[inner]
         one["nest_most"][place] = most
     one["nestings"][:] = len(rules.nesting)
-    if rules.max_size > MOST_TOKENS:
+    # Numbers of a template are functions without arguments, and have no part in the size.
+    most = rules.max_size + sum(not own for own in columns)
+    if most > MOST_TOKENS:
         raise InvalidArgumentError(
             f"formulas of size {rules.max_size} may have more tokens than {MOST_TOKENS}, the most "
             "that a search holds",
@@ -214,11 +227,13 @@ def new_grammar(request: SearchRequest, columns: Sequence[Sequence[int]]) -> NDA
             f"Give a max_size of at most {MOST_TOKENS}",
             "max_size",
         )
-    one["width"][:] = -(-max(rules.max_size, 8) // 8) * 8
-    one["max_size"][:], one["max_depth"][:] = rules.max_size, rules.max_depth
-    one["scaled"][:] = fitted_numbers(request)
+    one["width"][:] = -(-max(most, 8) // 8) * 8
+    one["max_size"][:], one["max_depth"][:] = most, rules.max_depth
+    # Slope and intercept are around the template, not around one of its functions.
+    one["scaled"][:] = 0 if request.template is not None else fitted_numbers(request)
     if request.units is not None:
-        one["has_units"][:] = 1 + request.units.dimensionless_constants
+        is_composed = request.template is not None or bool(request.definitions)
+        one["has_units"][:] = 1 + request.units.dimensionless_constants + 2 * is_composed
         for kind, operators in _UNIT_KINDS.items():
             one["unit_kind"][[OPERATORS[name].code for name in operators]] = kind
         for name, power in _POWERS.items():
@@ -238,7 +253,9 @@ def fitted_numbers(request: SearchRequest) -> int:
 
     Of a target with a unit there is no intercept if constants are plain numbers.
     """
-    if request.template is not None or request.form is not Form.SCALED:
+    if request.template is not None:
+        return request.template.fitted
+    if request.form is not Form.SCALED:
         return 0
     units = request.units
     if units is None or not units.dimensionless_constants or units.target is None:
@@ -411,6 +428,17 @@ def draw_formula(grammar: Integers, random: Words, codes: Bytes, values: Reals, 
 # --------------------------------------------------------------------------------------- variation
 
 
+def part_lengths(grammar: NDArray[np.int32], codes: NDArray[np.uint8]) -> list[int]:
+    """Return the number of tokens of each function's formula in a genome."""
+    lengths, missing, end = list[int](), 1, len(codes)
+    for place in range(len(codes))[::-1]:
+        missing += int(grammar[ARITY + codes[place]]) - 1
+        if missing == 0:
+            lengths.insert(0, end - place)
+            end, missing = place, 1
+    return lengths
+
+
 @portable
 def subtree_start(grammar: Integers, codes: Bytes, end: Int) -> Int:
     """Return the place of the first token of the subtree whose last token is at ``end``."""
@@ -464,6 +492,8 @@ def vary(
     constants change, or one token.
     """
     function: Int = draw(random, grammar[FUNCTIONS])
+    if grammar[COLUMN_COUNT + function] == 0:  # fits change numbers, too
+        function = draw(random, grammar[FUNCTIONS])
     last: Int = function_end(grammar, codes, mother, mother_length, function)
     first: Int = subtree_start(grammar, codes, last)
     end: Int = first + draw(random, last - first + 1)
@@ -775,11 +805,17 @@ def keeps_rules(grammar: Integers, codes: Bytes, place: Int, length: Int, work: 
         or size_of(grammar, codes, place, place + length) > grammar[MAX_SIZE]
     ):
         return False
-    for token in range(place, place + length):
+    first: Int = place + length  # and last token of the function that a token is of
+    last: Int = place + length - 1
+    for back in range(length):
+        token: Int = place + length - 1 - back
         code: Int = codes[token]
+        if token < first:
+            last = token
+            first = subtree_start(grammar, codes, token)
         if grammar[USES_MOST + code] >= 0:
             uses: Int = 0
-            for other in range(place, place + length):
+            for other in range(first, last + 1):
                 if codes[other] == code:
                     uses += 1
             if uses > grammar[USES_MOST + code]:
@@ -907,7 +943,7 @@ def keeps_units(
     """
     height: Int = 0
     constant: Int = FREE
-    if grammar[HAS_UNITS] == 2:
+    if grammar[HAS_UNITS] == 2 or grammar[HAS_UNITS] == 4:
         constant = 0
     for token in range(place, place + length):
         code: Int = codes[token]
@@ -973,12 +1009,12 @@ def is_allowed(
     length: Int,
     work: Integers,
 ) -> Bool:
-    """Return whether a genome keeps to the rules, and to the units if there are some."""
+    """Return whether a genome keeps to the rules, and to its units if there are some."""
     if not keeps_rules(grammar, codes, place, length, work):
         return False
-    return grammar[HAS_UNITS] == 0 or keeps_units(
-        grammar, units, codes, values, place, length, work
-    )
+    if grammar[HAS_UNITS] == 0 or grammar[HAS_UNITS] > 2:
+        return True
+    return keeps_units(grammar, units, codes, values, place, length, work)
 
 
 @portable

@@ -59,8 +59,10 @@ RULES = st.builds(
 )
 TEMPLATES = st.builds(
     Template,
-    st.just(parse("p1*x4 + exp(x5)")),
-    st.tuples(st.just((0, 2)), st.lists(st.integers(0, 3), max_size=3).map(tuple)),
+    st.just(np.array([1, 128, 2, 10], np.uint8)),
+    arrays(4),
+    st.lists(st.integers(1, 3), max_size=3).map(tuple),
+    st.integers(0, 2),
 )
 REQUESTS = st.builds(
     SearchRequest,
@@ -74,6 +76,8 @@ REQUESTS = st.builds(
     loss=st.sampled_from(Loss),
     form=st.sampled_from(Form),
     template=st.none() | TEMPLATES,
+    definitions=st.dictionaries(NAMES, st.just(parse("x1 + x2")), max_size=2),
+    monotonic=st.dictionaries(st.integers(0, 9), st.sampled_from([1, -1]), max_size=3),
     group=st.none() | st.integers(0, 9),
     guesses=st.none() | batches(),
     islands=st.integers(0, 2**32 - 1),

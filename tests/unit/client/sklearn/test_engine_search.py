@@ -1,4 +1,4 @@
-"""What an estimator asks the engine's search for, and what it leaves to the client's search."""
+"""What an estimator asks the engine's search for, and what it makes of the answer."""
 
 import math
 from contextlib import ExitStack, nullcontext
@@ -11,6 +11,7 @@ import pytest
 import warpfit
 from warpfit.calls.search import SearchResult
 from warpfit.errors import UnavailableError
+from warpfit.expressions.reference import evaluate_program
 from warpfit.ir import Batch
 from warpfit.losses import Loss
 from warpfit.searching import Front, SearchProgress, SearchReason
@@ -22,6 +23,7 @@ from warpfit.sklearn.estimator import TrainingData
 from warpfit.sklearn.forms import Form
 from warpfit.sklearn.genomes import Genomes
 from warpfit.sklearn.search_task import SearchTask
+from warpfit.sklearn.templates import Template, TemplateForm
 
 ROWS = np.random.default_rng(0).uniform(1.0, 2.0, (20, 2))
 TRAINING = TrainingData(ROWS, ROWS[:, 0], np.ones(20))
@@ -72,8 +74,6 @@ def task():
             floor=0.5,
             stop_loss=0.25,
             amount=12.0,
-            penalty=1.0,
-            violations=None,
             population=options.population,
             generations=options.generations,
             fit_iterations=15,
@@ -139,19 +139,50 @@ def test_what_was_reported_is_kept(task, error, reason):
         engine_search.search(ExitStack(), made)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"constraints": {"monotonic": {"x1": "increasing"}}},
-        {"operators": ["mul", "sinc"]},
-        {"constraints": {"count": {"sinc": 1}}},
-    ],
-)
-def test_the_client_searches_for_what_the_engine_does_not(task, monkeypatch, settings):
-    monkeypatch.setattr("warpfit.sklearn.client_search.search", lambda stack, given: "the client")
-    made, asked = task(result("x1"), **settings)
-    assert engine_search.search(ExitStack(), made) == "the client"
-    assert not asked
+def test_directions_and_functions_of_ones_own_are_asked_for(task):
+    constraints = {"monotonic": {"x1": "increasing"}, "count": {"sinc": 1}}
+    made, asked = task(result("x1"), constraints=constraints)
+    engine_search.search(ExitStack(), made)
+    assert asked["monotonic"] == {0: "increasing"}
+    assert asked["counts"] == {"sinc": 1} and [*asked["definitions"]] == ["sinc"]
+
+
+OUTLINES = [
+    ("f(x1)*exp(-g(x2))", 1),
+    ("p1 + p2*f(x1)*g(x2)", 2),
+    ("f(x1) - f(x2)", 1),
+    ("f(x1)*f(x2)", 0),
+    ("exp(f(x1))*p1", 1),
+    ("sin(f(x1))", 0),
+    ("f(x1) + 3*x2", 0),
+    ("1/(f(x1) + p1) + p2", 2),
+    ("g(x2, f(x1))", 2),
+]
+
+
+@pytest.mark.parametrize(("text", "fitted"), OUTLINES)
+def test_slope_and_intercept_around_a_template_become_numbers_in_it(text, fitted):
+    rows = np.random.default_rng(1).uniform(0.5, 2.0, (60, 2))
+    form = TemplateForm(Template.of(text, (), 2), rows)
+    contract = form.contract(np.arange(256, dtype=np.uint8))
+    contract.check(2, {})
+    assert contract.fitted == fitted
+    rng = np.random.default_rng(2)
+    functions = {1: "exp(x1)", 2: "x1*sin(x2)"}
+    cores = [Genomes.of([warpfit.parse(functions[arity])]) for arity in contract.arities]
+    numbers = rng.uniform(0.5, 1.5, form.engine_parts - len(cores))
+    parts = [*cores, *(Genomes.of([warpfit.Program.constant(own)]) for own in numbers)]
+    around = np.array([-1.7, 0.3])[:fitted]
+    whole = form.program(form.found(parts, around), 0)
+    plain = form.program(form.found(parts, np.array([1.0, 0.0])[:fitted]), 0)
+    slope, intercept = (*around, *[1.0, 0.0][fitted:])
+    with np.errstate(all="ignore"):
+        wanted = intercept + slope * evaluate_program(plain, rows.T)
+        np.testing.assert_allclose(evaluate_program(whole, rows.T), wanted, rtol=1e-9, atol=1e-12)
+    # The engine goes on from the same formula, up to slope and intercept.
+    (again,) = form.guesses(form.found(parts, around))
+    assert [part.program(0) for part in again[: len(cores)]] == [c.program(0) for c in cores]
+    np.testing.assert_allclose([part.values[0] for part in again[len(cores) :]], numbers)
 
 
 def test_rows_are_weighted_around_the_best_formula_for_another_loss(task):

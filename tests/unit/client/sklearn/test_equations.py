@@ -17,7 +17,7 @@ from warpfit.sklearn.equations import SELECTIONS, build_front, selected
 from warpfit.sklearn.estimator import TrainingData
 from warpfit.sklearn.forms import Form
 from warpfit.sklearn.likelihood import deviance, floor, least_row_losses
-from warpfit.sklearn.selection import Selection
+from warpfit.sklearn.selection import Selection, structure_length, terms_of
 from warpfit.sklearn.target_search import TargetSearch
 
 
@@ -269,3 +269,22 @@ def test_formulas_are_shortened_that_may_be_among_the_equations(monkeypatch, los
     monkeypatch.setattr(task, "_measured", lambda programs: {})
     task._shorten(None, {parse(text): [loss, 0.5] for text, loss in losses.items()})
     assert {parse(text) for text in shortened} == {parse(text) for text in wanted}
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("3*x1 - x2/2 + 7", (1, 1)),
+        ("2*(x1*x2 + 1)", (3,)),
+        ("exp(x1) + 4*sqrt(x2 + 1)", (2, 4)),
+        ("1/x1 - neg(x2)", (3, 1)),
+        ("0.5*x1*square(x2) - x1*(3*x2)/4", (4, 3)),  # factors within a product are of the term
+        ("sin(2*x1)*3 + 2/x1", (4, 3)),
+        ("sqrt(2) + 1", ()),
+    ],
+)
+def test_a_sum_is_as_long_as_its_terms(text, sizes):
+    assert terms_of(parse(text)) == sizes
+    assert structure_length(sizes, 15) == pytest.approx(
+        sum(sizes) * math.log(15) - math.log(math.factorial(len(sizes)))
+    )

@@ -47,7 +47,7 @@ from warpfit_server.engine.fit import compiled as fits
 from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.lowering import COPY_CODE, load_check, lower_chunk
 from warpfit_server.engine.native import compile_processes, numba_cache, parallel_loop
-from warpfit_server.engine.search import genome
+from warpfit_server.engine.search import composition, genome
 from warpfit_server.system import compile_cache
 
 _LOG: Final = logging.getLogger(__name__)
@@ -95,13 +95,14 @@ PARTS: Final = {
     "keep": _chunk_function(2.0, colony.keep_chunk),
     "weigh": Part(4.0, pairs.load),
     "rules": Part(2.0, genome.load),
+    "compose": Part(2.0, composition.load),
     **{name: Part(*part) for name, part in fits.PARTS.items()},
 }
 #: What is needed at the same time, and is compiled side by side: a start needs "values".
 GROUPS: Final = {
     "values": ("lower", "kernels", "interpret", "parallel", "check"),
     "derivatives": ("differentiate", "linearise", "derivative_kernels", "combine", *fits.PARTS),
-    "search": ("populate", "breed", "screen", "fit", "keep", "weigh", "rules"),
+    "search": ("populate", "breed", "screen", "fit", "keep", "weigh", "rules", "compose"),
 }
 #: More would wait for the longest part, and each takes some 300 MiB.
 _MOST_PROCESSES: Final = 4

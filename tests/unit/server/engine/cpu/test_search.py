@@ -11,6 +11,7 @@ import pytest
 
 from support.engines.requests import Pause, run_steps
 from support.engines.searches import (
+    SIMPLE,
     Searches,
     check_front,
     front_of,
@@ -24,9 +25,18 @@ from warpfit.expressions.reference import evaluate_program
 from warpfit.ir import Batch, Population, Program
 from warpfit.losses import Loss, huber
 from warpfit.ops import CONSTANT, OPERATORS
-from warpfit.parse import parse
+from warpfit.parse import Parser, Placeholder, parse
 from warpfit.request import Precision
-from warpfit.searching import Form, Rules, SearchReason, SearchRequest, Template, Units
+from warpfit.searching import (
+    FIRST_CALL,
+    FIRST_DEFINITION,
+    Form,
+    Rules,
+    SearchReason,
+    SearchRequest,
+    Template,
+    Units,
+)
 from warpfit.server_info import Limits
 from warpfit_server.engine.cpu import colony
 from warpfit_server.engine.cpu import engine as cpu
@@ -35,6 +45,7 @@ from warpfit_server.engine.cpu.colony import CpuColony
 from warpfit_server.engine.interface import Arithmetic, run_to_end
 from warpfit_server.engine.search import driver
 from warpfit_server.engine.search.colony import ColonySettings, Genomes, Screening
+from warpfit_server.engine.search.composition import Composer
 from warpfit_server.engine.search.genome import fitted_numbers, new_grammar, new_units
 from warpfit_server.limits import check_search
 
@@ -146,6 +157,7 @@ def colony_of(engine, rows, dtype="float64", fitted=2):
         new_grammar(asked, [range(3)]), new_units(asked, 3),
         Screening(data.content_id, y, weights, np.dtype(dtype).itemsize, fitted),
         ColonySettings(4, 25, 3, 15, 4, 1, 4, 0, 1),
+        Composer(asked, new_grammar(asked, [range(3)])), {},
     )  # fmt: skip
     run_to_end(colony.populate())
     yield colony, X, y, weights
@@ -499,14 +511,88 @@ def test_without_a_formula_that_has_the_unit_of_the_target_a_front_is_empty(sear
     assert len(found.front.batch) == len(found.front.losses) == 0
 
 
-@pytest.mark.parametrize("name", ["template", "group"])
-def test_what_no_engine_searches_for_is_refused(search, name):
+def test_groups_are_refused(search):
     data = table()
-    template = Template(parse("x4"), ((0,),))
-    asked = replace(search.request(data), **{name: {"template": template, "group": 2}[name]})
+    asked = replace(search.request(data), group=2)
     with pytest.raises(UnimplementedError) as caught:
         check_search(asked, data.layout, Limits(), 1 << 40)
-    assert (caught.value.reason, caught.value.field) == ("SEARCH_NOT_SUPPORTED", name)
+    assert (caught.value.reason, caught.value.field) == ("SEARCH_NOT_SUPPORTED", "group")
+
+
+# ---------------------------------------------------------- templates, definitions and directions
+
+
+def template(text, arities, **given):
+    """Return a template over x1, x2, x3 that calls f and g."""
+    rows = {name: Placeholder(name, arity, FIRST_CALL + place) for place, (name, arity) in
+            enumerate(zip("fg", arities, strict=False))}  # fmt: skip
+    codes, values = Parser((), rows).tokens(text)
+    return Template(np.array(codes, np.uint8), np.array(values), arities, **given)
+
+
+@pytest.mark.parametrize(
+    ("form", "law"),
+    [
+        (template("f(x1, x2) * exp(-p1*g(x3))", (2, 1), fitted=1),
+         lambda a, b, c: 1.7 * a * b * np.exp(-0.4 * c**2)),
+        (template("p2*f(x1, x2) + p1*f(x2, x3)", (2,)),
+         lambda a, b, c: a**2 + 1.3 * b + 2.5 * (b**2 + 1.3 * c)),
+        (template("f(x3, g(x1 + 1))", (2, 1), fitted=2), lambda a, b, c: 3 * c / (2 + a) ** 2 + 1),
+    ],
+)  # fmt: skip
+def test_functions_of_a_template_are_found(search, form, law):
+    X = table(80).variables.T
+    data = Dataset.of(X, law(*X.T), dtype="float64")
+    limits = {"max_size": 15, "counts": {"square": 1}}
+    found = search(
+        data, (*SIMPLE, "sqrt"), limits, template=form, max_generations=60, population=1000,
+        target_loss=1e-12,
+    )  # fmt: skip
+    assert found.reason is SearchReason.TARGET_LOSS
+    count = len(form.arities) + form.parameters
+    front, square = found.front, OPERATORS["square"].code
+    assert len(front.parts) == count * len(front.batch)
+    for row in range(len(front.batch)):
+        parts = [front.parts.program(row * count + place) for place in range(count)]
+        functions, numbers = parts[: len(form.arities)], parts[len(form.arities) :]
+        assert front.sizes[row] == sum(map(len, functions)) <= 15
+        for part, arity in zip(functions, form.arities, strict=True):
+            assert part.variables <= arity
+            assert np.count_nonzero(part.codes == square) <= 1  # rules hold for each of them
+        assert all(len(number) == 1 and number.codes[0] == CONSTANT for number in numbers)
+    # Another search goes on from the parts.
+    again = search(data, SIMPLE, limits, template=form, guesses=front.parts, population=20)
+    assert again.front.losses[-1] <= front.losses[-1] * (1 + 1e-9)
+
+
+def test_defined_functions_are_operators(search):
+    data = table(80)
+    a, b, _ = data.variables
+    data = Dataset.of(data.variables.T, 2 * np.exp(-((a * b) ** 2)) + 1, dtype="float64")
+    found = search(
+        data, ("mul", "bump"), {"max_size": 4, "counts": {"bump": 1}},
+        definitions={"bump": parse("exp(-x1^2)")}, population=500, max_generations=9,
+        target_loss=1e-12,
+    )  # fmt: skip
+    assert found.reason is SearchReason.TARGET_LOSS
+    assert found.front.sizes[-1] == 4
+    assert np.count_nonzero(found.front.parts.codes == FIRST_DEFINITION) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_no_formula_rises_or_falls_where_it_must_not(search, dtype):
+    X = table(100).variables.T
+    y = np.sin(3 * X[:, 0]) - X[:, 1] ** 2 + 0.5 * X[:, 0]
+    data = Dataset.of(X, y, dtype=dtype)
+    found = search(data, monotonic={0: 1, 1: -1}, population=500, max_generations=12)
+    assert len(found.front.batch) > 2
+    for program, parameters in programs_of(found.front.batch):
+        for column, sign in ((0, 1.0), (1, -1.0)):
+            moved = data.variables.astype(np.float64)
+            before = evaluate_program(program, moved, parameters)
+            moved[column] += 1e-6 * np.ptp(moved[column])
+            change = sign * (evaluate_program(program, moved, parameters) - before)
+            assert (change >= -1e-11 * np.abs(before)).all()
 
 
 # ----------------------------------------------------------------------------------------- guesses
