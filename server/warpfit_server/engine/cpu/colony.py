@@ -249,7 +249,7 @@ def screen_chunk(block: int, chunk: int) -> int:
     return FINISHED if len(numbers) > 0 else FAILED
 
 
-@inlined
+@register_jitable  # type: ignore[untyped-decorator]  # `inlined` functions allocate nothing
 def _room(state: Any) -> Any:
     """Return memory for what `_whole` writes."""
     most = 2 * state.most * state.is_composed
