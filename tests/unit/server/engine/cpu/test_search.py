@@ -579,6 +579,17 @@ def test_defined_functions_are_operators(search):
     assert np.count_nonzero(found.front.parts.codes == FIRST_DEFINITION) == 1
 
 
+def test_formulas_that_are_long_when_their_functions_are_written_out(search):
+    """A genome of 25 tokens has some hundred when each of its calls is written out."""
+    body = parse("sin(x1*x1 + 1)/(x1*x1 + 1) + exp(-x1*x1)*cos(x1 + 2)")
+    found = search(
+        table(300), ("add", "mul", "long"), {"max_size": 25}, definitions={"long": body},
+        population=400, max_generations=10,
+    )  # fmt: skip
+    assert len(found.front.batch) > 2
+    assert found.front.batch.lengths.max() > 2 * len(body.codes)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_no_formula_rises_or_falls_where_it_must_not(search, dtype):
     X = table(100).variables.T
