@@ -208,13 +208,16 @@ def _definitions(options: SearchOptions, operators: Iterable[str]) -> dict[str, 
     given: Any = options.get("definitions") or {}
     if not isinstance(given, Mapping):
         raise bad_setting("definitions", given, 'a mapping such as {"sinc": "sin(a)/a"}')
+    if not all(isinstance(name, str) for name in given) or not all(
+        isinstance(text, str | Program) for text in given.values()
+    ):
+        raise bad_setting("definitions", given, "names with texts or programs")
     found = {
         name: text if isinstance(text, Program) else parse(text, ("a", "b", "c"))
         for name, text in given.items()
     }
-    nesting: Any = options.get("nesting") or {}
-    named = [*operators, *nesting, *(name for inside in nesting.values() for name in inside)]
-    for name in named if isinstance(nesting, Mapping) else []:
+    nesting = _nesting(options)
+    for name in [*operators, *nesting, *(name for inside in nesting.values() for name in inside)]:
         macro = None if name in found or name in OPERATORS else MACROS.find(name)
         if macro is not None:
             found[name] = Program(macro.codes, macro.values)
@@ -226,7 +229,7 @@ def _directions(given: Any, names: Sequence[str]) -> dict[int, int]:
     if given is None:
         return {}
     signs = {"increasing": 1, "decreasing": -1}
-    if not isinstance(given, Mapping) or not {*given.values()} <= {*signs}:
+    if not isinstance(given, Mapping) or any(way not in [*signs] for way in given.values()):
         raise bad_setting("monotonic", given, 'a mapping such as {"x1": "increasing"}')
     return {_column(name, names, "monotonic"): signs[way] for name, way in given.items()}
 
@@ -255,6 +258,15 @@ def _column(given: str | int, names: Sequence[str], field: str) -> int:
     return whole_number(given, field)
 
 
+def _nesting(options: SearchOptions) -> Mapping[str, Mapping[str, Any]]:
+    nesting: Any = options.get("nesting") or {}
+    if not isinstance(nesting, Mapping) or not all(
+        isinstance(inside, Mapping) for inside in nesting.values()
+    ):
+        raise bad_setting("nesting", nesting, 'a mapping such as {"sin": {"sin": 0}}')
+    return nesting
+
+
 def _rules(options: SearchOptions) -> Rules:
     def limits(name: str) -> dict[str, int]:
         given: Any = options.get(name) or {}
@@ -262,11 +274,6 @@ def _rules(options: SearchOptions) -> Rules:
             raise bad_setting(name, given, "a mapping of operators to numbers")
         return {one: whole_number(value, f"{name} of {one}") for one, value in given.items()}
 
-    nesting: Any = options.get("nesting") or {}
-    if not isinstance(nesting, Mapping) or not all(
-        isinstance(v, Mapping) for v in nesting.values()
-    ):
-        raise bad_setting("nesting", nesting, 'a mapping such as {"sin": {"sin": 0}}')
     arguments: Any = options.get("arguments") or {}
     if not isinstance(arguments, Mapping):
         raise bad_setting("arguments", arguments, 'a mapping such as {"pow": (-1, 1)}')
@@ -282,7 +289,7 @@ def _rules(options: SearchOptions) -> Rules:
         counts=limits("counts"),
         nesting={
             (outer, inner): whole_number(most, f"nesting of {inner} in {outer}")
-            for outer, inside in nesting.items()
+            for outer, inside in _nesting(options).items()
             for inner, most in inside.items()
         },
         arguments={

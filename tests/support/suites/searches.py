@@ -18,6 +18,7 @@ from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import run_to_end
 from warpfit_server.engine.search import driver
 from warpfit_server.engine.search.colony import ColonySettings, Genomes, Screening
+from warpfit_server.engine.search.composition import Composer
 from warpfit_server.engine.search.genome import fitted_numbers, new_grammar, new_units
 
 SETTINGS = ColonySettings(3, 20, 7, 15, 4, 1, 4, 0, 1)
@@ -58,7 +59,7 @@ def new_colony(engine, data, request, settings=SETTINGS):
         fitted_numbers(request),
     )  # fmt: skip
     grammar, units = new_grammar(request, [range(3)]), new_units(request, 3)
-    return run_to_end(made(grammar, units, screening, settings))
+    return run_to_end(made(grammar, units, screening, settings, Composer(request, grammar)))
 
 
 def bests(engine, data, request, generations=6):

@@ -352,7 +352,7 @@ def test_neither_all_values_nor_those_of_the_leaves():
 # ------------------------------------------------------------------------ version of the contract
 
 #: SHA-256 of the fields, values and methods of each version of the contract.
-VERSIONS = {1: "7ec7caa6c1a8782f8c5ecad2759c6f7807206c47942b338d1e72a185fbb2f82b"}
+VERSIONS = {1: "4dbcb560291e5db23e4fbb6b54f850d79fdd53882d20b51e38122a2958cf7eed"}
 
 
 def contract_fingerprint():
