@@ -274,11 +274,11 @@ def _vary(
 @_compiled
 def _breed(
     grammar, units, random, codes, values, lengths, scores, formulas, island, formula,
-    child_codes, child_values, hashes, tried, mask, work, words,
+    child_codes, child_values, hashes, tried, mask, tries, work, words,
 ):  # fmt: skip
     return genome.breed(
         grammar, units, random, codes, values, lengths, scores, formulas, island, formula,
-        child_codes, child_values, hashes, tried, mask, work, words,
+        child_codes, child_values, hashes, tried, mask, tries, work, words,
     )  # fmt: skip
 
 
@@ -387,7 +387,7 @@ def _entries() -> str:
         "first_formula": (b, (i, i, w, u, f, b, i)),
         "draw_formula": (b, (i, w, u, f, b)),
         "vary": (b, (i, w, u, f, b, b, b, b, u, f, b)),
-        "breed": (b, (i, i, w, u, f, i, f, b, b, b, u, f, w, w, one, i, w)),
+        "breed": (b, (i, i, w, u, f, i, f, b, b, b, u, f, w, w, one, b, i, w)),
         "start_random": (b, (w, one, one, one)),
         "tried_mark": (one, (one, one)),
     }

@@ -21,7 +21,7 @@ from warpfit_server.engine.search.colony import ColonySettings, Genomes, Screeni
 from warpfit_server.engine.search.composition import Composer
 from warpfit_server.engine.search.genome import fitted_numbers, new_grammar, new_units
 
-SETTINGS = ColonySettings(3, 20, 7, 15, 4, 1, 4, 0, 1)
+SETTINGS = ColonySettings(3, 20, 7, 15, 3, 4, 1, 4, 0, 1)
 
 
 @pytest.fixture(scope="module")

@@ -88,10 +88,11 @@ from warpfit_server.engine.search.genome import (
 #: Formulas of a colony and of an island, where a request does not say.
 _FORMULAS: Final = 2048
 _ISLAND: Final = 256
-#: Generations between two rounds of fits, formulas of an island that are fitted then, generations
-#: between two rounds of all else, pairs for each formula, and pairs that take as long as what else
-#: a step for pairs does: generations, fits and pairs take about a third of the time each.
-_SCHEDULE: Final = (4, 100, 4, 150, 3_000_000)
+#: Times that a structure with constants is tried, because few can be fitted; generations between
+#: two rounds of fits, formulas of an island that are fitted then, generations between two rounds of
+#: all else, pairs for each formula, and pairs that take as long as what else a step for pairs does:
+#: generations, fits and pairs take about a third of the time each.
+_SCHEDULE: Final = (3, 4, 100, 4, 150, 3_000_000)
 #: Formulas that compete, or are ranked, in a step; and rows of a chunk, unless a formula has more.
 _AT_ONCE: Final = 1 << 15
 _ROWS_IN_CHUNK: Final = 1 << 17
@@ -126,6 +127,7 @@ _STATE: Final = np.dtype(
         ("fitted", np.int64),  # numbers around f: 2 for slope and intercept, 1 for a slope
         ("itemsize", np.int64),  # bytes of a value
         ("iterations", np.int64),  # of a quick fit
+        ("tries", np.int64),  # of a structure with constants
         ("most", np.int64),  # tokens of a formula at most
         ("is_composed", np.int64),  # 1 if genomes call functions
         ("rounding", np.float64),  # part of a value below which its changes are rounding
@@ -192,7 +194,7 @@ def breed_chunk(block: int, chunk: int) -> int:
         child_lengths[formula] = breed(
             grammar, units, random, codes, values, lengths, scores, state.formulas,
             state.island, formula, child_codes, child_values, hashes, tried,
-            np.uint64(len(tried) - 1), work, scratch,
+            np.uint64(len(tried) - 1), state.tries, work, scratch,
         )  # fmt: skip
         if child_lengths[formula] > 0 and not _whole_keeps_units(
             block, child_codes, child_values, formula * width, child_lengths[formula], room
@@ -752,6 +754,7 @@ class CpuColony:
         one["least_spread"] = LEAST_SPREAD[screening.itemsize]
         one["spread"], one["mean"] = screening.spread, screening.mean
         one["iterations"] = min(FIT_ITERATIONS, settings.iterations)
+        one["tries"] = settings.tries
         one["rounding"] = ROUNDING[screening.itemsize]
         one["most"], one["is_composed"] = composer.most or self.width, composer.is_needed
         self._form = composer.places, composer.bodies, composer.numbers.astype(np.float32)

@@ -159,6 +159,8 @@ class ColonySettings:
     seed: int
     iterations: int
     """Iterations of a fit, at most."""
+    tries: int
+    """Times that a structure with constants is tried, as far as it is remembered."""
     fit_every: int
     """Generations between two rounds of fits of promising children."""
     fits: int

@@ -996,6 +996,15 @@ def structure_hash(
     return found
 
 
+@portable
+def has_constants(codes: Bytes, place: Int, length: Int) -> Bool:
+    """Return whether a genome has a constant."""
+    for token in range(place, place + length):
+        if codes[token] == CONSTANT:
+            return True
+    return False
+
+
 # ----------------------------------------------------------------------------------- a generation
 
 
@@ -1075,13 +1084,15 @@ def breed(
     hashes: Words,
     tried: Words,
     mask: Word,
+    tries: Int,
     work: Integers,
     words: Words,
 ) -> Int:
     """Write the child that will compete for the place of a formula; return its length, or 0.
 
-    A child whose structure has been tried lately is given up, and another one is made: its numbers
-    are left to the fits.
+    A child whose structure has been tried lately is given up, and another one is made. With several
+    ``tries`` one that has constants is given up once in so many times, and comes again with other
+    numbers otherwise; with one its numbers are left to the fits.
 
     Args:
         grammar: from `new_grammar`.
@@ -1099,6 +1110,7 @@ def breed(
         hashes: of the children's structures; that of this one is written.
         tried: hashes of structures, each in the place that its last bits say.
         mask: number of places of ``tried`` - 1.
+        tries: of a structure with constants.
         work: memory for as many numbers as a genome has tokens.
         words: memory for as many words.
     """
@@ -1129,8 +1141,10 @@ def breed(
         if not is_allowed(grammar, units, child_codes, child_values, place, length, work):
             continue
         word: Word = structure_hash(grammar, child_codes, child_values, place, length, words)
+        hashes[formula] = word
+        if tries > 1 and has_constants(child_codes, place, length):
+            word = word + np.uint64(draw(random, tries)) * _GOLDEN
         if (tried[np.int64(word & mask)] & _LAST44) != word >> _S20:
-            hashes[formula] = word
             return length
     return 0
 

@@ -56,6 +56,7 @@ struct Colony {
   int fitted;                // numbers around f: 2 for slope and intercept, 1 for a slope
   int group;                 // children of which one is fitted
   int iterations;            // of a fit
+  int tries;                 // of a structure with constants
   int first;
   int count;
 };
@@ -112,8 +113,8 @@ extern "C" __global__ void __launch_bounds__(128) breed_children(
   int* const grammar = own.grammar;
   own.child_lengths[formula] = breed(
       grammar, own.units, random, own.codes, own.values, own.lengths, own.scores, own.formulas,
-      own.island, formula, own.child_codes, own.child_values, own.hashes, own.tried, own.mask, work,
-      words);
+      own.island, formula, own.child_codes, own.child_values, own.hashes, own.tried, own.mask,
+      own.tries, work, words);
 }
 
 // ---------------------------------------------------------------------------------------- values

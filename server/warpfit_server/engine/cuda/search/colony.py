@@ -64,10 +64,11 @@ _WIDTHS: Final = (64, 128, genome.MOST_TOKENS)
 #: Formulas of a colony and of an island, where a request does not say.
 _FORMULAS: Final = 1 << 17
 _ISLAND: Final = 512
-#: Generations between two rounds of fits, formulas of an island that are fitted then, generations
-#: between two rounds of all else, pairs for each formula, and pairs that take as long as what else
-#: a step for pairs does, for which the device waits.
-_SCHEDULE: Final = (1, 64, 8, 24, 1 << 30)
+#: Times that a structure with constants is tried, because fits find its numbers; generations
+#: between two rounds of fits, formulas of an island that are fitted then, generations between two
+#: rounds of all else, pairs for each formula, and pairs that take as long as what else a step for
+#: pairs does, for which the device waits.
+_SCHEDULE: Final = (1, 1, 64, 8, 24, 1 << 30)
 #: Formulas of a chunk, which takes about a millisecond, and rows of all of them.
 _CHUNK: Final = 1 << 16
 _ROWS_IN_CHUNK: Final = 1 << 26
@@ -253,6 +254,7 @@ class CudaColony:
         own["first_weight"], own["first_target"] = weights.sum(), weights @ target
         own["first_squares"] = weights @ np.square(target)
         own["iterations"] = min(FIT_ITERATIONS, settings.iterations)
+        own["tries"] = settings.tries
         self._places = self._allocate(4 * self._chunk)
         return own
 

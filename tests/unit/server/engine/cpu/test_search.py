@@ -156,7 +156,7 @@ def colony_of(engine, rows, dtype="float64", fitted=2):
         data.matrix, kernels, engine.run_in_steps, np.zeros(1, np.uint8),
         new_grammar(asked, [range(3)]), new_units(asked, 3),
         Screening(data.content_id, y, weights, np.dtype(dtype).itemsize, fitted),
-        ColonySettings(4, 25, 3, 15, 4, 1, 4, 0, 1),
+        ColonySettings(4, 25, 3, 15, 1, 4, 1, 4, 0, 1),
         Composer(asked, new_grammar(asked, [range(3)])), {},
     )  # fmt: skip
     run_to_end(colony.populate())
