@@ -584,12 +584,18 @@ def test_defined_functions_are_operators(search):
 def test_formulas_that_are_long_when_their_functions_are_written_out(search):
     """A genome of 25 tokens has some hundred when each of its calls is written out."""
     body = parse("sin(x1*x1 + 1)/(x1*x1 + 1) + exp(-x1*x1)*cos(x1 + 2)")
+
+    def long(a):
+        return np.sin(a * a + 1) / (a * a + 1) + np.exp(-a * a) * np.cos(a + 2)
+
+    a, b, c = table(300).variables
+    data = Dataset.of(np.stack([a, b, c], axis=1), long(long(a) + b), dtype="float64")
     found = search(
-        table(300), ("add", "mul", "long"), {"max_size": 25}, definitions={"long": body},
-        population=400, max_generations=10,
+        data, ("add", "long"), {"max_size": 25}, definitions={"long": body}, population=400,
+        max_generations=20, target_loss=1e-12,
     )  # fmt: skip
-    assert len(found.front.batch) > 2
-    assert found.front.batch.lengths.max() > 2 * len(body.codes)
+    assert found.reason is SearchReason.TARGET_LOSS
+    assert found.front.batch.lengths[-1] > 2 * len(body.codes)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
