@@ -543,6 +543,19 @@ class SearchProgress:
 # --------------------------------------------------------------------------------- checks of values
 
 
+def structure_length(sizes: Sequence[int], symbols: int) -> float:
+    """Return the length, in nats, of a description of a sum's structure.
+
+    A token is one of so many symbols, and the order of the terms says nothing. What makes a sum of
+    them, signs and factors, says nothing either: a fit finds it.
+
+    Args:
+        sizes: tokens of each term.
+        symbols: number of operators and variables, and one for numbers.
+    """
+    return sum(sizes) * math.log(symbols) - math.lgamma(len(sizes) + 1)
+
+
 def check_operators(names: Iterable[str], field: str, known: Mapping[str, int] = _ARITIES) -> None:
     """Check the names of operators; raise InvalidArgumentError for one that is not known."""
     for name in names:

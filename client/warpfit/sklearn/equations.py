@@ -80,7 +80,7 @@ class Equation:
     predictive_length: float = math.nan
     """Length of a description of rows that no fit has seen, in nats, but for a constant: half their
     number times the logarithm of their mean squared error, in a cross-validation of five parts, the
-    length of the structure (`warpfit.sklearn.selection.structure_length`), and ``surprise``
+    length of the structure (`warpfit.searching.structure_length`), and ``surprise``
     whatever a formula leaves. NaN where a formula leaves less than a
     hundredth of the variance of these rows, and for losses that are no squares."""
     surprise: float = 0.0

@@ -35,6 +35,7 @@ from warpfit.losses import (
     coefficients_of_determination,
 )
 from warpfit.ops import CONSTANT, Operator
+from warpfit.searching import structure_length
 from warpfit.sklearn.estimator import TrainingData
 from warpfit.sklearn.forms import Form
 from warpfit.sklearn.genomes import Floats, Indices
@@ -465,20 +466,6 @@ class Selection:
 
 #: Tokens of a part of a formula, those without a factor, and those of its terms.
 _Part: TypeAlias = tuple[int, int, tuple[int, ...]]
-
-
-def structure_length(sizes: Sequence[int], symbols: int) -> float:
-    """Return the length, in nats, of a description of a sum's structure.
-
-    A token is one of so many symbols, and the order of the terms says nothing. What makes a sum of
-    them, signs and factors, says nothing either: a fit finds it.
-
-    Args:
-        sizes: tokens of each term.
-        symbols: number of operators and variables, and one for numbers.
-
-    """
-    return sum(sizes) * math.log(symbols) - math.lgamma(len(sizes) + 1)
 
 
 def terms_of(program: Program) -> tuple[int, ...]:

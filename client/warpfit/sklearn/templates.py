@@ -286,9 +286,9 @@ class _Outline(NamedTuple):
     slope: int
     """The number that is left out for the slope."""
     shifted: int
-    """The number that is left out for the intercept,"""
+    """The number that is left out for the intercept."""
     sign: int
-    """and the sign with which that is added to it."""
+    """The sign with which ``shifted`` is added."""
 
 
 class _Operand(NamedTuple):

@@ -1,4 +1,4 @@
-"""What searches for laws find, in words and as a plot of what is left over against time."""
+"""Sentences and a plot about the laws that searches find."""
 
 from __future__ import annotations
 

@@ -805,7 +805,8 @@ def keeps_rules(grammar: Integers, codes: Bytes, place: Int, length: Int, work: 
         or size_of(grammar, codes, place, place + length) > grammar[MAX_SIZE]
     ):
         return False
-    first: Int = place + length  # and last token of the function that a token is of
+    # First and last token of the function's formula that ``token`` is in.
+    first: Int = place + length
     last: Int = place + length - 1
     for back in range(length):
         token: Int = place + length - 1 - back

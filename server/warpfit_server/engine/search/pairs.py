@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Population, subtree_starts
 from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, VARIABLE
-from warpfit.searching import Form
+from warpfit.searching import Form, structure_length
 from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.search.library import (
     ADD,
@@ -193,19 +193,6 @@ class Sum:
     """Its length in nats, the less the better: half the rows times the logarithm of the error of
     each row by a fit to the others (PRESS; Allen 1974), and `structure_length`."""
     formula: Population
-
-
-def structure_length(sizes: Sequence[int], symbols: int) -> float:
-    """Return the length, in nats, of a description of a sum's structure.
-
-    A token is one of so many symbols, and the order of the terms says nothing. What makes a sum of
-    them, signs and factors, says nothing either: a fit finds it.
-
-    Args:
-        sizes: tokens of each term.
-        symbols: number of operators and variables, and one for numbers.
-    """
-    return sum(sizes) * math.log(symbols) - math.lgamma(len(sizes) + 1)
 
 
 @dataclass(slots=True, kw_only=True)

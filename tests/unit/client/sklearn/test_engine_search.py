@@ -1,4 +1,4 @@
-"""What an estimator asks the engine's search for, and what it makes of the answer."""
+"""Requests that an estimator sends to the engine's search, and formulas that it reads back."""
 
 import math
 from contextlib import ExitStack, nullcontext

@@ -12,12 +12,13 @@ pytest.importorskip("sklearn")
 from warpfit import InvalidArgumentError, parse
 from warpfit.expressions.language import to_latex
 from warpfit.losses import LossFunction, as_function, as_loss, poisson
+from warpfit.searching import structure_length
 from warpfit.sklearn import SymbolicRegressor, likelihood
 from warpfit.sklearn.equations import SELECTIONS, build_front, selected
 from warpfit.sklearn.estimator import TrainingData
 from warpfit.sklearn.forms import Form
 from warpfit.sklearn.likelihood import deviance, floor, least_row_losses
-from warpfit.sklearn.selection import Selection, structure_length, terms_of
+from warpfit.sklearn.selection import Selection, terms_of
 from warpfit.sklearn.target_search import TargetSearch
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tracemalloc
 
 import numpy as np
@@ -18,7 +17,7 @@ from warpfit_server import limits
 from warpfit_server.engine.cpu.pairs import CpuWeigher
 from warpfit_server.engine.interface import run_to_end
 from warpfit_server.engine.search.library import formulas_of, library, packed, relevant, tokens
-from warpfit_server.engine.search.pairs import PairSearch, structure_length
+from warpfit_server.engine.search.pairs import PairSearch
 from warpfit_server.engine.search.views import factor_exponents, views
 from warpfit_server.limits import pair_search_bytes, search_bytes
 
@@ -215,10 +214,6 @@ def test_sums_take_terms_one_after_the_other_and_stop_where_noise_begins(weigher
     target = reference.evaluate_program(parse("sin(x1 + exp(3.7*x2))*2 + x3"), X)
     other = Population.of([parse("sqrt(2 - sin(x1 + exp(3.7*x2)))"), parse("x1")])
     assert min(s.score for s in run_to_end(search_of(weigher, target).sums(other))) < -500
-
-
-def test_a_sum_is_as_long_as_its_terms():
-    assert structure_length((3, 4), 15) == pytest.approx(7 * math.log(15) - math.log(2))
 
 
 # ------------------------------------------------------------------------------ library and views
