@@ -10,17 +10,22 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack, overload
 
+import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.calls.arguments import (
+    CommonOptions,
     EvaluateOptions,
+    GradientOptions,
+    LossOptions,
     OpenOptions,
     Parameters,
-    SharedOptions,
+    ScalingOptions,
     UploadOptions,
     shows_keywords,
 )
 from warpfit.calls.dataset_handle import DatasetHandle
+from warpfit.calls.results import Output, Values
 from warpfit.client import Client, connect, not_made_so
 from warpfit.errors import DeadlineExceededError
 from warpfit.transport.call import RENEWED_IN_CHILD, Cancellation
@@ -125,8 +130,35 @@ class AsyncClient:
         data: DatasetHandle,
         expressions: Any,
         parameters: Parameters = None,
-        **options: Unpack[SharedOptions],
-    ) -> NDArray[Any]: ...
+        **options: Unpack[CommonOptions],
+    ) -> Values: ...
+
+    @overload
+    async def evaluate(
+        self,
+        data: DatasetHandle,
+        expressions: Any,
+        parameters: Parameters = None,
+        **options: Unpack[LossOptions],
+    ) -> NDArray[np.float64]: ...
+
+    @overload
+    async def evaluate(
+        self,
+        data: DatasetHandle,
+        expressions: Any,
+        parameters: Parameters = None,
+        **options: Unpack[GradientOptions],
+    ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]: ...
+
+    @overload
+    async def evaluate(
+        self,
+        data: DatasetHandle,
+        expressions: Any,
+        parameters: Parameters = None,
+        **options: Unpack[ScalingOptions],
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]: ...
 
     @overload
     async def evaluate(
@@ -135,7 +167,7 @@ class AsyncClient:
         expressions: Any,
         parameters: Parameters = None,
         **options: Unpack[EvaluateOptions],
-    ) -> Any: ...
+    ) -> Output | tuple[Output, ...]: ...
 
     @shows_keywords(EvaluateOptions, precision="precise", tier="auto")
     async def evaluate(

@@ -7,24 +7,28 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final, Self, Unpack, overload
 
+import numpy as np
 from numpy.typing import NDArray
 
 from warpfit import codec
 from warpfit.calls import arguments
 from warpfit.calls.arguments import (
+    CommonOptions,
     EvaluateOptions,
     FitOptions,
+    GradientOptions,
+    LossOptions,
     OpenOptions,
     Parameters,
     PopulationCache,
-    SharedOptions,
+    ScalingOptions,
     UploadOptions,
     deadline_of,
     shows_keywords,
 )
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
 from warpfit.calls.proposals import Proposals, ProposeOptions, ProposeTask, TriedSkeletons
-from warpfit.calls.results import Answer, Fit
+from warpfit.calls.results import Answer, Fit, Output, Values
 from warpfit.calls.search import (
     SearchEndedError,
     SearchOptions,
@@ -220,8 +224,35 @@ class Client:
         data: DatasetHandle,
         expressions: Any,
         parameters: Parameters = None,
-        **options: Unpack[SharedOptions],
-    ) -> NDArray[Any]: ...
+        **options: Unpack[CommonOptions],
+    ) -> Values: ...
+
+    @overload
+    def evaluate(
+        self,
+        data: DatasetHandle,
+        expressions: Any,
+        parameters: Parameters = None,
+        **options: Unpack[LossOptions],
+    ) -> NDArray[np.float64]: ...
+
+    @overload
+    def evaluate(
+        self,
+        data: DatasetHandle,
+        expressions: Any,
+        parameters: Parameters = None,
+        **options: Unpack[GradientOptions],
+    ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]: ...
+
+    @overload
+    def evaluate(
+        self,
+        data: DatasetHandle,
+        expressions: Any,
+        parameters: Parameters = None,
+        **options: Unpack[ScalingOptions],
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]: ...
 
     @overload
     def evaluate(
@@ -230,7 +261,7 @@ class Client:
         expressions: Any,
         parameters: Parameters = None,
         **options: Unpack[EvaluateOptions],
-    ) -> Any: ...
+    ) -> Output | tuple[Output, ...]: ...
 
     @shows_keywords(EvaluateOptions, precision="precise", tier="auto")
     def evaluate(

@@ -24,7 +24,7 @@ from typing import Any, Final, Self, TypeVar, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from warpfit.errors import InvalidArgumentError, ProgramError, require
+from warpfit.errors import InvalidArgumentError, ProgramError, did_you_mean, require
 from warpfit.expressions.real_numbers import (
     ParameterVectors,
     float_array,
@@ -114,11 +114,14 @@ class Program:
 
         """
         op = OPERATORS.get(operator) if isinstance(operator, str) else operator
-        if op is None or not all(isinstance(operand, Program) for operand in operands):
+        if op is None:
+            remedy = did_you_mean(operator, OPERATORS, "Use a name of OPERATORS.md")
+            raise ProgramError(f"{operator!r} is no operator", "UNKNOWN_OPERATOR", remedy)
+        if not all(isinstance(operand, Program) for operand in operands):
             raise ProgramError(
-                f"{operator!r} is no operator, or an operand is no Program",
-                "UNKNOWN_OPERATOR",
-                "Use a name of OPERATORS.md, and Program.variable(0) and the like as operands",
+                f"an operand of {op.name} is no Program",
+                "NOT_PROGRAMS",
+                "Use Program.variable(0), Program.constant(2.0), and the like",
             )
         is_chain = op.name in ("add", "mul") and len(operands) > 2
         if len(operands) != op.arity and not is_chain:

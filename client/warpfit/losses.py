@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, did_you_mean
 from warpfit.ir import Program
 from warpfit.ops import VARIABLE
 from warpfit.parse import parse
@@ -488,11 +488,12 @@ def as_loss(given: Loss | LossFunction | str) -> Loss | LossFunction:
         return BY_NAME[given]()
     if not given.isidentifier():
         return LossFunction.parse(given)
+    known = [*Loss, *BY_NAME]
+    listed = f"Use one of {', '.join(known)}, a warpfit.LossFunction, or a text such as"
     raise InvalidArgumentError(
         f"loss {given!r} is not known",
         "BAD_ENUM",
-        f"Use one of {', '.join([*Loss, *BY_NAME])}, a warpfit.LossFunction, "
-        "or a text such as 'abs(d)^1.5'",
+        did_you_mean(given, known, f"{listed} 'abs(d)^1.5'"),
         "loss",
     )
 
@@ -505,7 +506,7 @@ def as_closing(given: Closing | str) -> Closing:
         raise InvalidArgumentError(
             f"closing {given!r} is not known",
             "BAD_ENUM",
-            f"Use one of: {', '.join(Closing)}",
+            did_you_mean(given, Closing, f"Use one of: {', '.join(Closing)}"),
             "closing",
         ) from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import InvalidArgumentError, bad_setting
+from warpfit.errors import InvalidArgumentError, bad_setting, did_you_mean
 from warpfit.ir import INDEX_LIMIT, Batch, Program
 from warpfit.losses import BUILT_IN, Loss, LossFunction
 from warpfit.ops import ARITIES, OPERATORS, PARAMETER, VARIABLE
@@ -560,11 +559,10 @@ def check_operators(names: Iterable[str], field: str, known: Mapping[str, int] =
     """Check the names of operators; raise InvalidArgumentError for one that is not known."""
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
             raise InvalidArgumentError(
                 f"there is no operator {name!r}",
                 "UNKNOWN_OPERATOR",
-                f"Did you mean {close[0]}?" if close else "Use the names of GetServerInfo",
+                did_you_mean(name, known, "Use the names of GetServerInfo"),
                 field,
             )
 

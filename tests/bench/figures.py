@@ -22,7 +22,7 @@ from tables import operators
 from tables.capacity import CAPACITY
 from tables.faults import FAULTS
 from tables.gpu import GPU
-from tables.laws import course_plot, laws, laws_row
+from tables.laws import course_plot, laws, laws_rows
 from tables.layout import RESULTS, result, select, table
 from tables.reference import reference_page
 
@@ -45,33 +45,39 @@ _BLOCK = re.compile(
 
 
 def front_page() -> Iterator[str]:
-    """Six figures of the whole service."""
-    services = [result("gpu_service_h100"), result("gpu_service_h100_second")]
-    fresh = [service["one client"]["fresh 300 x 100000"] for service in services]
-    (few, many), (few_there, many_there) = (
-        [case["token_rows_per_second"] / 1e12 for case in service["sustained"]]
-        for service in services
-    )
+    """Figures with that of a peer in the same row."""
+    service = result("gpu_service_h100")
+    ours = service["one client"]["fresh 300 x 100000"]
+    theirs = service["EvoGP"]["300 x 100000"]
     (cpu,) = select(result("cpu_vs_pyoperon")["cases"], rows=10**5, threads=2)
+    rates = cpu["giga_token_rows_per_second"]
     (fits,) = select(result("fit")["cases"], iterations=50, threads=2)
-    killed = result("faults")["faults"]["engine_sigkill"]
+    found = searches()
+    solved = [found["feynman", 0.0, 1.0, name]["solved"] for name in ("warpfit", "pyoperon")]
+    tables = {row["method"]: row for row in result("tables_two_cores")["summary"]}
+    medians = [f"{tables[name]['median_r2']:.3f}" for name in ("warpfit", "pyoperon")]
+    linear = tables["warpfit"]["median_linear_r2"]
+    h100, values, fitted, equations, public = (
+        f"[`{name}.json`](tests/bench/results/{name}.json)"
+        for name in ("gpu_service_h100", "cpu_vs_pyoperon", "fit", "srbench", "tables_two_cores")
+    )
     yield f"""\
-| what | measured | result file |
-|---|---|---|
-| 300 fresh expressions x 100,000 rows through gRPC, fast mode, two machines with an H100 | \
-{" and ".join(f"{case['p50_ms']:.1f} ms" for case in fresh)}, 99th percentiles \
-{" and ".join(f"{case['p99_ms']:.1f} ms" for case in fresh)} | `gpu_service_h100.json`, \
-`gpu_service_h100_second.json` |
-| the same from 16 and from 64 workers at once | {few:.1f} and {many:.1f} Ttok/s; \
-{few_there:.1f} and {many_there:.1f} on the slower host | the same |
-| CPU engine beside pyoperon 0.6.2, 100,000 rows, values, precise mode, 2 threads | \
-{cpu["times_pyoperon"]["warpfit precise values"]:.1f} times as fast | `cpu_vs_pyoperon.json` |
-| fits beside pyoperon's, 10,000 rows, 50 iterations, precise mode, 2 threads | \
-{fits["times_pyoperon"]["warpfit precise"]:.1f} times as many | `fit.json` |
-{laws_row()}
-| engine killed {killed["kills"]} times under 8 clients | {killed["wrong_answers"]} wrong answers, \
-{killed["failures_after_retry"]} failed calls, \
-{killed["seconds_without_answers_median"]:.1f} s without answers | `faults.json` |"""
+| what | warpfit | peer | result file |
+|---|---|---|---|
+| losses of 300 fresh expressions x 100,000 rows, fast mode, one H100, median | \
+{ours["p50_ms"]:.1f} ms through gRPC | EvoGP 0.1.0: {theirs["p50_ms"]:.1f} ms in its process | \
+{h100} |
+| values of 300 expressions x 100,000 rows, precise mode, 2 CPU threads | \
+{rates["warpfit precise values"]:.1f} Gtok/s | pyoperon 0.6.2: {rates["pyoperon"]:.1f} Gtok/s | \
+{values} |
+| fits, 10,000 rows, 50 iterations, precise mode, 2 CPU threads | \
+{fits["fits_per_second"]["warpfit precise"]:,.0f} a second | \
+pyoperon: {fits["fits_per_second"]["pyoperon"]:,.0f} a second | {fitted} |
+{laws_rows()}
+| equations of the Feynman database found exactly (SRBench's rule), 30 s, one CPU thread | \
+{solved[0]} of 100 | pyoperon: {solved[1]} of 100 | {equations} |
+| twelve public tables, median R2 of rows left out, 10 s, two cores | {medians[0]} | \
+pyoperon: {medians[1]}; linear regression: {linear:.3f} | {public} |"""
 
 
 def generation_times() -> list[tuple[str, float]]:

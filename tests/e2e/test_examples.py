@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,48 @@ def test_kepler_finds_the_third_law(server: ServerProcess, tmp_path):
     assert "eccentricity" not in law
     (exponent,) = re.findall(r"distance \^ (-?[0-9.]+)", out)[-1:]
     assert abs(abs(float(exponent)) - 1.5) < 0.003, out
+
+
+def test_a_search_is_logged_to_anything_that_takes_numbers(server: ServerProcess, monkeypatch):
+    """TensorBoard's writer gets what is printed without it."""
+    flags = ["log_search.py", "--address", server.address, "--generations", "3"]
+    out = run(*flags).splitlines()
+    assert out.pop().startswith("y = ")
+    told = [re.fullmatch(r"generation (\d+): (search/\w+) (\S+)", line) for line in out]
+    names = [match[2] for match in told]
+    assert names[:3] == ["search/loss", "search/size", "search/formulas"]
+    assert names == names[:3] * (len(names) // 3)
+    assert told[-1][1] == "3"
+    events: list[tuple[str, Any]] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str) -> None:
+            assert folder == "runs"
+
+        def __enter__(self) -> "SummaryWriter":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            events.append(("closed", None))
+
+        def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+            events.append((tag, float(scalar_value)))
+
+        def add_text(self, tag: str, text_string: str, global_step: int) -> None:
+            events.append((tag, text_string))
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    for name in ("torch", "torch.utils"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sys, "argv", [*flags, "--tensorboard", "runs"])
+    runpy.run_path(str(EXAMPLES / "log_search.py"), run_name="__main__")
+    names = [name for name, _ in events]
+    assert names[:4] == ["search/loss", "search/size", "search/formulas", "search/best"]
+    assert names[-1] == "closed"
+    losses = [value for name, value in events if name == "search/loss"]
+    assert losses == sorted(losses, reverse=True)
 
 
 def test_a_loop_of_proposals_finds_an_oscillation(server: ServerProcess, monkeypatch):

@@ -7,6 +7,7 @@ import re
 import runpy
 import signal
 import time
+import tomllib
 import warnings
 from pathlib import Path
 from unittest.mock import Mock
@@ -788,25 +789,42 @@ def test_the_shell_takes_groups_by_texts_and_numbers(tmp_path, monkeypatch, stat
 
 
 @pytest.mark.thorough
-def test_srbenchs_interface_takes_the_example(server: ServerProcess):
-    """A harness clones ``est``, sets ``test_params``, calls ``pre_train`` and reads ``model``."""
+def test_srbenchs_harness_takes_the_example(server: ServerProcess, monkeypatch):
+    """The harness of 2025 clones ``est``, sets parameters, and reads formulas of a population."""
     pandas, sympy = pytest.importorskip("pandas"), pytest.importorskip("sympy")
+    monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
+    monkeypatch.setenv("WARPFIT_THREADS", "1")
     place = Path(__file__).resolve().parents[2] / "client" / "examples" / "srbench"
     method = runpy.run_path(str(place / "regressor.py"))
-    kwargs = dict(method["eval_kwargs"])
+    kwargs = method["eval_kwargs"]
+    assert set(kwargs) <= {"test_params", "pre_train", "max_train_samples", "scale_x", "scale_y"}
+    assert isinstance(method["hyper_params"], list)
     est, X = clone(method["est"]), pandas.DataFrame(points(120), columns=["a", "b", "c"])
     y = pandas.Series(law(points(120)))
-    kwargs.pop("pre_train")(est, X, y)
-    assert est.max_seconds == 3500
-    est.set_params(random_state=1, address=server.address, **kwargs.pop("test_params"))
-    est.fit(X, y)
-    assert kwargs == {"scale_x": False, "scale_y": False}
-    text = method["model"](est, X)
-    found = sympy.lambdify(sympy.symbols("a b c"), sympy.sympify(text))(*X.to_numpy().T)
-    np.testing.assert_allclose(found, est.predict(X), rtol=1e-6)
-    assert {str(s) for s in sympy.sympify(method["model"](est)).free_symbols} <= {"x_0", "x_1"}
+    est.set_params(max_time=3600, random_state=1, **{})
+    kwargs["pre_train"](est, X, y)
+    est.set_params(**{**kwargs["test_params"], "max_time": 4.0})
+    est.fit(X, y.to_numpy())
+    assert est.score(X, y) > 0.99
+    symbols = sympy.symbols("a b c")
+    population = method["get_population"](est)
+    assert 1 < len(population) <= 100
+    best = method["get_best_solution"](est)
+    for one in (est, best, *population[:20]):
+        text = method["model"](one, X)
+        found = sympy.lambdify(symbols, sympy.sympify(text))(*X.to_numpy().T)
+        np.testing.assert_allclose(found + np.zeros(120), one.predict(X), rtol=1e-5, atol=1e-9)
+        assert method["complexity"](one) >= 1
+        assert method["get_population"](one) == [one] or one is est
+    assert method["complexity"](best) == method["complexity"](est)
+    assert method["model"](best, X) == method["model"](est, X)
+    names = {str(one) for one in sympy.sympify(method["model"](est)).free_symbols}
+    assert names <= {"x_0", "x_1", "x_2"}
     metadata = yaml.safe_load((place / "metadata.yml").read_text())
-    assert {"authors", "email", "name", "description", "url"} <= set(metadata)
+    assert set(metadata) == {"authors", "email", "name", "description", "url"}
+    project = tomllib.loads((place.parents[2] / "pyproject.toml").read_text())["project"]
+    assert metadata["authors"] == [each["name"] for each in project["authors"]]
+    assert metadata["url"] == project["urls"]["Repository"]
 
 
 @pytest.mark.parametrize("size", [1e155, pytest.param(1e-170, marks=pytest.mark.thorough)])

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from inspect import Parameter, formatannotation, signature
-from typing import Any, Final, Literal, TypeAlias, TypedDict, TypeVar
+from typing import Any, Final, Literal, Required, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -114,6 +114,24 @@ class SharedOptions(CommonOptions, total=False):
     loss: Loss | LossFunction | str | None
     """Ask for this loss of each expression; None for none. A name, a `warpfit.LossFunction`, or
     the text of a loss over ``f``, ``y``, ``w`` and ``d`` = f - y, which is averaged."""
+
+
+class LossOptions(CommonOptions, total=False):
+    """Keywords of an evaluation that returns losses alone, for type checkers."""
+
+    loss: Required[Loss | LossFunction | str]
+
+
+class GradientOptions(SharedOptions, total=False):
+    """Keywords of an evaluation that returns losses and their gradients, for type checkers."""
+
+    gradient: Required[Literal[True]]
+
+
+class ScalingOptions(SharedOptions, total=False):
+    """Keywords of an evaluation that returns losses, slopes and intercepts, for type checkers."""
+
+    linear_scaling: Required[Literal[True]]
 
 
 class EvaluateOptions(SharedOptions, total=False):

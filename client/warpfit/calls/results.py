@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import accumulate, islice, pairwise
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ from warpfit.fitting import REASONS, FitRequest, FitResult, Reason
 from warpfit.ir import Batch, Program
 from warpfit.losses import coefficients_of_determination
 from warpfit.request import OUTPUTS, Result, Timings
+
+#: Values of expressions, float32 or float64 as the data set's.
+Values: TypeAlias = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -50,6 +53,10 @@ class Reductions(Shown):
         return TextTable(("expression", *names), rows, total=self.sum.size)
 
 
+#: One output of an evaluation: an array, a list with one for each expression, or statistics.
+Output: TypeAlias = Values | list[Values] | Reductions
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Answer(Shown):
     """All outputs of one evaluation; None for outputs not requested. Prints as a small table.
@@ -57,7 +64,7 @@ class Answer(Shown):
     With K parameter vectors for each expression, all arrays have a leading axis of length K.
     """
 
-    values: NDArray[Any] | None
+    values: Values | None
     """[rows, expressions] or [K, rows, expressions], the data set's dtype."""
     losses: NDArray[np.float64] | None
     """[expressions] or [K, expressions]."""
@@ -69,7 +76,7 @@ class Answer(Shown):
     """b of the best a + b f, [expressions] or [K, expressions]."""
     intercepts: NDArray[np.float64] | None = None
     """a of the best a + b f, [expressions] or [K, expressions]."""
-    jacobians: list[NDArray[Any]] | None = None
+    jacobians: list[Values] | None = None
     """For each expression the derivatives of its values by its parameters, [rows, n] or
     [K, rows, n], the data set's dtype."""
     variable_gradients: NDArray[np.float64] | None = None
@@ -121,9 +128,9 @@ class Answer(Shown):
         return TextTable(("output", "shape", "dtype", "first numbers"), rows, self.timings.summary)
 
     @property
-    def array(self) -> Any:
+    def array(self) -> Output | tuple[Output, ...]:
         """The requested outputs: one array, or a tuple in the order of the fields."""
-        parts = (
+        parts: tuple[Any, ...] = (
             *(self.losses if self.values is None else self.values, self.gradients, self.slopes),
             *(self.intercepts, self.jacobians, self.variable_gradients),
             *(self.reductions, self.correlations),

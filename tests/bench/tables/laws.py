@@ -36,17 +36,19 @@ def laws() -> Iterator[str]:
     )
 
 
-def laws_row() -> str:
-    """Return the row of the front page."""
-    gpu, own, cpu = (result(f"search_laws_{name}") for name in ("gpu", "gpu_own", "cpu"))
-    return (
-        "| laws of 4 to 7 variables among 10, with noise of 2%, that a search finds; "
-        "and pyoperon 0.6.2 in the same time | "
-        f"{gpu['found']} of {gpu['searches']} on one H200 in {gpu['seconds']:.0f} s; "
-        f"{own['found']} and {own['found_by_pyoperon']} of {own['searches']} further ones in "
-        f"{own['seconds']:.0f} s; {cpu['found']} and {cpu['found_by_pyoperon']} of "
-        f"{cpu['searches']} on two cores in {cpu['seconds']:.0f} s | `search_laws_gpu.json`, "
-        "`search_laws_gpu_own.json`, `search_laws_cpu.json` |"
+def laws_rows() -> str:
+    """Return the rows of the front page."""
+    own, cpu = result("search_laws_gpu_own"), result("search_laws_cpu")
+    what = "laws of 4 to 7 variables among 10 found, noise of 2%"
+    return "\n".join(
+        f"| {what}, {document['seconds']:.0f} s, {where} | {document['found']} of "
+        f"{document['searches']} | pyoperon{host}: {document['found_by_pyoperon']} of "
+        f"{document['searches']} | [`{document['benchmark']}.json`]"
+        f"(tests/bench/results/{document['benchmark']}.json) |"
+        for document, where, host in (
+            (cpu, "two cores", ""),
+            (own, "one H200", " on its host's cores"),
+        )
     )
 
 

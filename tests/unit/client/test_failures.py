@@ -462,7 +462,7 @@ CASES = {
     "no whole number from 0 to 255": lambda c, d: Program([1.5], [0.0]),
     "whole number from 0": lambda c, d: Program([300], [0.0]),
     "'plus1' is no operator": lambda c, d: Program.apply("plus1", *BOTH),
-    "an operand is no Program": lambda c, d: Program.apply("sin", "x1"),
+    "an operand of sin is no Program": lambda c, d: Program.apply("sin", "x1"),
     "cannot be of type NoneType": lambda c, d: warpfit.parse(None),
     "there is text in it": lambda c, d: BOTH[0].bind(["a"]),
     "defined by two texts": lambda c, d: warpfit.define("mine", 3),

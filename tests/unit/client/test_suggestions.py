@@ -6,6 +6,7 @@ import pytest
 import warpfit
 from warpfit.cli.main import main
 from warpfit.errors import did_you_mean
+from warpfit.losses import as_loss
 from warpfit.ops import OPERATORS
 from warpfit.sklearn.constraints import operator_name
 from warpfit_server.config import Config
@@ -27,6 +28,22 @@ def frame(**settings):
     return SymbolicRegressor(**settings).fit(table, ROWS[:, 0])
 
 
+def evaluate(**options):
+    with warpfit.testing.client() as client:
+        data = client.upload(ROWS, ROWS[:, 0])
+        client.evaluate(data, ["x1"], **options)
+
+
+def fit(**options):
+    with warpfit.testing.client() as client:
+        client.optimize(client.upload(ROWS, ROWS[:, 0]), ["p1*x1"], **options)
+
+
+def search(**options):
+    with warpfit.testing.client() as client:
+        client.search(client.upload(ROWS, ROWS[:, 0]), generations=1, **options)
+
+
 @pytest.mark.parametrize(
     ("meant", "call"),
     {
@@ -45,6 +62,17 @@ def frame(**settings):
         "octave": lambda: warpfit.parse("x1").code("matlab"),
         "python": lambda: warpfit.parse("x1").code("pyton"),
         "cos": lambda: warpfit.parse("coss(x1)"),
+        "huber": lambda: as_loss("hubber"),
+        "mae": lambda: model(loss="maee"),
+        "relative": lambda: warpfit.LossFunction.parse("d^2", "relativ"),
+        "square ": lambda: warpfit.Program.apply("sqare", warpfit.Program.variable(0)),
+        "nmse": lambda: evaluate(loss="NMSE"),
+        "compiled": lambda: evaluate(tier="compile"),
+        "max_depth": lambda: search(max_dept=3),
+        "sub": lambda: search(operators=["subb", "add"]),
+        "nmse ": lambda: fit(loss="nmsee"),
+        "standard_errors": lambda: fit(standard_error=True),
+        "drop": lambda: fit(missing="drops"),
     }.items(),
 )
 def test_the_name_that_was_meant_is_said(meant, call):
