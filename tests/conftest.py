@@ -4,7 +4,6 @@ import fcntl
 import gc
 import os
 import signal
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -49,24 +48,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     is_short = config.option.markexpr == "not thorough" and collection_path.suffix == ".py"
     is_thorough = is_short and "\npytestmark = pytest.mark.thorough" in collection_path.read_text()
     return True if is_thorough else None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let one process run the tests of a file, and those of all files with the same server.
-
-    For ``--dist loadgroup``: so the servers of the session, and what a file prepares, start once.
-    """
-    used = defaultdict[Path, set[str]](set)
-    for item in items:
-        used[item.path] |= {*item.fixturenames} if "e2e" in item.path.parts else set()
-    for item in items:
-        group, names = str(item.path), used[item.path]
-        if names & {"family", "harmed"}:
-            group = "family"
-        elif "server" in names and not hasattr(item.module, "server"):
-            group = "server"
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_collection_finish() -> None:
