@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from warpfit.dataset import PrecisionWarning
@@ -31,6 +32,7 @@ from warpfit.errors import (
     UnavailableError,
     UnimplementedError,
     WarpfitError,
+    did_you_mean,
 )
 from warpfit.fitting import Accuracy, Method, Reason
 from warpfit.ir import Batch, Population, Program
@@ -55,6 +57,11 @@ _LAZY: Final = {
     "warpfit.client": ("Client", "connect", "local", "simplify"),
     "warpfit.transport.connection": ("TlsConfig",),
 }
+
+#: Classes that are meant by these names, which need scikit-learn.
+_ESTIMATORS: Final = (
+    *("ParameterOptimizer", "SymbolicClassifier", "SymbolicRegressor", "SymbolicTransformer"),
+)
 
 __all__ = ["Accuracy", "AsyncClient", "Batch", "CancelledError", "Client", "Closing"]
 __all__ += ["DatasetNotFoundError", "DeadlineExceededError", "FailedPreconditionError"]
@@ -81,4 +88,11 @@ def __getattr__(name: str) -> Any:
     for module, names in _LAZY.items():
         if name in names:
             return getattr(import_module(module), name)
-    raise AttributeError(f"module 'warpfit' has no attribute {name!r}")
+    message = f"module 'warpfit' has no attribute {name!r}"
+    if name.startswith("_"):
+        raise AttributeError(message)
+    if name in _ESTIMATORS:
+        raise AttributeError(f"{message}. Write: from warpfit.sklearn import {name}")
+    if find_spec(f"warpfit.{name}") is not None:
+        raise AttributeError(f"{message}. Write: import warpfit.{name}")
+    raise AttributeError(f"{message}. {did_you_mean(name, __dir__(), '')}".rstrip(". "))

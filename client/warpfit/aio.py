@@ -8,7 +8,18 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
-from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Final,
+    NoReturn,
+    ParamSpec,
+    Self,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +37,8 @@ from warpfit.calls.arguments import (
 )
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.results import Output, Values
-from warpfit.client import Client, connect, not_made_so
-from warpfit.errors import DeadlineExceededError
+from warpfit.client import OF_OTHER_CLIENTS, Client, connect, not_made_so
+from warpfit.errors import DeadlineExceededError, no_attribute
 from warpfit.transport.call import RENEWED_IN_CHILD, Cancellation
 
 #: Most calls of one client that are under way at a time; others wait for a thread.
@@ -106,6 +117,12 @@ class AsyncClient:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the blocking client; a copy connects anew."""
         return type(self), (self._client,)
+
+    if not TYPE_CHECKING:  # checkers are to refuse attributes that there are not
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError with the method that is meant."""
+            raise no_attribute(type(self).__name__, name, dir(type(self)), OF_OTHER_CLIENTS)
 
     def __repr__(self) -> str:
         """Show the address, and neither a token nor files."""

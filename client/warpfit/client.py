@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Final, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +46,7 @@ from warpfit.errors import (
     InvalidArgumentError,
     ProgramError,
     UnavailableError,
+    no_attribute,
 )
 from warpfit.evidence import gather
 from warpfit.expressions.language import locate
@@ -68,6 +69,14 @@ from warpfit.transport.failover import Failover
 
 #: Longest time in seconds that a server may take to release a data set where it is not a must.
 _RELEASE_SECONDS: Final = 5.0
+
+
+#: Methods of other packages, by their names, and those of a client.
+OF_OTHER_CLIENTS: Final = {
+    **dict.fromkeys(("fit", "curve_fit", "minimize", "least_squares"), "optimize"),
+    **dict.fromkeys(("predict", "eval", "score", "transform"), "evaluate"),
+    **dict.fromkeys(("dataset", "put", "send", "load"), "upload"),
+}
 
 
 class UploadedDataset(DatasetHandle):
@@ -123,6 +132,12 @@ class Client:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the arguments of the connection, a token among them; a copy connects anew."""
         return type(self).of, (self._failover.connection,)
+
+    if not TYPE_CHECKING:  # checkers are to refuse attributes that there are not
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError with the method that is meant."""
+            raise no_attribute(type(self).__name__, name, dir(type(self)), OF_OTHER_CLIENTS)
 
     def __repr__(self) -> str:
         """Show the address, and neither a token nor files."""

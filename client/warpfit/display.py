@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, ClassVar, Final, NoReturn
+
+from warpfit.errors import no_attribute
 
 #: Number of rows that are shown of a long table.
 MOST_ROWS: Final = 20
@@ -54,6 +56,15 @@ class Shown:
     """An object that a terminal and a notebook show as a small table, whatever it holds."""
 
     __slots__ = ()
+
+    #: What to use instead of attributes of other packages, by their names.
+    _others: ClassVar[Mapping[str, str]] = {}
+
+    if not TYPE_CHECKING:  # checkers are to refuse attributes that there are not
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError with what is meant."""
+            raise no_attribute(type(self).__name__, name, dir(type(self)), self._others)
 
     def _table(self) -> TextTable:
         raise NotImplementedError

@@ -110,7 +110,7 @@ def require_server() -> None:
         raise InvalidArgumentError(
             "the server is not installed here",
             "MISSING_PACKAGE",
-            "Install it (pip install '.[server]'), or name a running server's address",
+            "Install it (pip install 'warpfit[server]'), or name a running server's address",
         )
 
 

@@ -200,8 +200,7 @@ def require(module: str, package: str, field: str = "") -> None:
         raise InvalidArgumentError(
             f"this needs {module}, which is not installed",
             "MISSING_PACKAGE",
-            f"Install it: pip install '{package.replace('warpfit[', '.[')}'"
-            + (" in the folder of warpfit's sources" if "[" in package else ""),
+            f"Install it: pip install '{package}'",
             field,
         )
 
@@ -223,6 +222,24 @@ def did_you_mean(name: object, known: Iterable[object], otherwise: str, suffix: 
     by_letters = {str(one).lower(): str(one) for one in islice(known, _MOST_COMPARED)}
     close = difflib.get_close_matches(str(name)[:100].lower(), by_letters, n=1, cutoff=0.6)
     return f"Did you mean {by_letters[close[0]]}{suffix}?" if close else otherwise
+
+
+def no_attribute(
+    owner: str, name: str, known: Iterable[str], words: Mapping[str, str] | None = None
+) -> AttributeError:
+    """Return the error for an attribute that there is not: what is meant, or what to use.
+
+    Args:
+        owner: name of the class.
+        name: the attribute.
+        known: the names that there are; private ones are left out.
+        words: what to use instead of names of other packages.
+    """
+    message = f"{owner!r} object has no attribute {name!r}"
+    if name in (words or {}):
+        return AttributeError(f"{message}. Use {(words or {})[name]}")
+    remedy = did_you_mean(name, [one for one in known if not one.startswith("_")], "")
+    return AttributeError(f"{message}. {remedy}" if remedy and name[0] != "_" else message)
 
 
 def list_of_texts(

@@ -242,10 +242,13 @@ class Macros:
                 "text",
             )
         if not IDENTIFIER.fullmatch(name) or name in {*OPERATORS, *ALIASES, *WORDS}:
+            is_taken = name in {*OPERATORS, *ALIASES}
             raise InvalidArgumentError(
-                f"{name!r} cannot be the name of a function",
+                f"{name!r} is an operator" if is_taken else f"{name!r} is no name of a function",
                 "BAD_NAME",
-                "Give a name of letters, digits and _ that no operator has; see OPERATORS.md",
+                "Use it as it is, or define another name"
+                if is_taken
+                else "Give a name of letters, digits and _ that begins with a letter",
                 "name",
             )
         if re.search(rf"\b{name}\s*\(", text):
@@ -490,6 +493,8 @@ class Parser:
 
 
 #: An equation such as "y = p1*x1": its sign, and what stands behind it.
+#: Names of packages, whose functions have none here.
+_PACKAGES: Final = frozenset({"np", "numpy", "math", "sympy", "sp", "jnp", "torch"})
 _EQUATION: Final = re.compile(r"\s*\w+(?:\([\w\s,]*\))?\s*(=)(?!=)\s*(\S.*)", re.DOTALL)
 
 
@@ -717,6 +722,8 @@ class _Reader:
             pass
         elif numbered and self.parser.indexed:
             remedy = f"{numbered[1]} is numbered from 1 on: {numbered[1]}1, {numbered[1]}2, ..."
+        elif name in _PACKAGES:
+            remedy = f"Write functions without {name}, such as exp(x) and sin(x)"
         elif raised := _RAISED.search(name):
             power = unicodedata.normalize("NFKC", raised[0])
             remedy = f"Write a power as {name[: raised.start()] or 'x'}^{power}"

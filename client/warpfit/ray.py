@@ -10,7 +10,7 @@
 
 Each server belongs to a detached, named actor that reserves the GPUs of its node. Ray restarts the
 actor where it can if the server or its node is lost. Calls do not pass through Ray: clients ask the
-actors for the servers' addresses and call those by gRPC. Needs ``pip install '.[ray]'``.
+actors for the servers' addresses and call those by gRPC. Needs ``pip install 'warpfit[ray]'``.
 """
 
 import os

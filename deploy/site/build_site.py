@@ -7,7 +7,7 @@
 The documents stay where the repository needs them. They are copied, with links to files of the
 repository made links to pages or to GitHub, and names of documents in backticks made links. MkDocs
 builds them with a list of contents, search and the reference of the docstrings; its strict mode
-refuses links to pages and headings that there are not.
+refuses links to pages and headings that there are not. Examples are pages with their programs.
 """
 
 from __future__ import annotations
@@ -52,6 +52,16 @@ CONTENTS: Final = {
         "For agents": "client/examples/SKILL.md",
         "Changelog": "CHANGELOG.md",
     },
+    "Examples": {
+        "Kepler's law": "client/examples/kepler.py",
+        "Three studies": "client/examples/gallery.py",
+        "Genetic programming": "client/examples/diabetes_gp.py",
+        "A loop of proposals": "client/examples/propose_loop.py",
+        "A search that is logged": "client/examples/log_search.py",
+        "Islands on Ray": "client/examples/islands_on_ray.py",
+        "Workers on Dask": "client/examples/workers_on_dask.py",
+        "A method of SRBench": "client/examples/srbench/regressor.py",
+    },
     "Run a server": {
         "Deployment": "deploy/README.md",
         "Operation": "server/OPERATING.md",
@@ -82,7 +92,8 @@ def page_of(path: str) -> str:
     """Return where a document of the repository is in the site."""
     if path == "README.md":
         return "index.md"
-    return path.removeprefix("deploy/site/").removeprefix(".").lower().replace("readme", "index")
+    page = path.removeprefix("deploy/site/").removeprefix(".").lower().replace("readme", "index")
+    return page.removesuffix(".py") + ".md" if page.endswith(".py") else page
 
 
 PAGES: Final = {path: page_of(path) for part in CONTENTS.values() for path in part.values()}
@@ -140,7 +151,10 @@ def write_sources(folder: Path) -> None:
     for path, page in PAGES.items():
         place = docs / page
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(linked((ROOT / path).read_text(), path, docs))
+        text = (ROOT / path).read_text()
+        if path.endswith(".py"):  # a program, for those who have the site and the package alone
+            text = f"# {Path(path).name}\n\n```python\n{text}```\n"
+        place.write_text(linked(text, path, docs))
     (docs / "reference").mkdir()
     for module in MODULES:
         (docs / "reference" / f"{module}.md").write_text(f"# {module}\n\n::: {module}\n")

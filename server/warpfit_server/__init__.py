@@ -1,1 +1,1 @@
-"""The warpfit server: what a GPU node installs (``pip install '.[server]'``)."""
+"""The warpfit server: what a GPU node installs (``pip install 'warpfit[server]'``)."""

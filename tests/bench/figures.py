@@ -35,6 +35,7 @@ PAGES = (
     "tests/bench/README.md",
     "deploy/README.md",
     "deploy/capacity.md",
+    "deploy/site/pages/benchmarking.md",
 )
 _BLOCK = re.compile(
     r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL | re.MULTILINE
@@ -241,6 +242,53 @@ def other_searches() -> Iterator[str]:
         f"With calls ten times slower `SymbolicRegressor` finds {slow['solved']} of the Feynman "
         f"equations exactly ({slow['accurate']} with R2 > 0.999)."
     )
+
+
+def three_columns() -> Iterator[str]:
+    """Kernel, call in a process and call through the wire on one H200."""
+    service = result("gpu_service")
+    kernels = {
+        case["rows"]: case["interpret_us"] / 1e3
+        for case in result("gpu_interpreter")["results"]
+        if case["mode"] == "float32 fast"
+    }
+    rows = []
+    for name, theirs in service["EvoGP"].items():
+        programs, _, count = name.partition(" x ")
+        wire = service["one client"][f"fresh {name}"]["p50_ms"]
+        kernel = f"{kernels[int(count)]:.2f} ms" if programs == "300" else ""
+        batch = f"{int(programs):,} x {int(count):,}"
+        rows.append(f"{batch} | {kernel} | {theirs['p50_ms']:.1f} ms | {wire:.1f} ms")
+    head = "expressions x rows | warpfit, kernel alone | EvoGP, a call in its process"
+    yield from table(f"{head} | warpfit, a call through gRPC", rows)
+    yield ""
+    yield "Losses in fast mode, medians, fresh expressions; EvoGP has trees and data on the device"
+    files = [
+        f"[`{name}.json`](../../../tests/bench/results/{name}.json)"
+        for name in ("gpu_interpreter", "gpu_service")
+    ]
+    yield f"already ({', '.join(files)})."
+
+
+def srbench_2025() -> Iterator[str]:
+    """Runs of SRBench's protocol of 2025 beside what is published."""
+    document, rows = result("srbench_2025"), []
+    for name in dict.fromkeys(run["data"] for run in document["runs"]):
+        runs = [run for run in document["runs"] if run["data"] == name]
+        scores = sorted(run["r2_test"] for run in runs)
+        method, r2, size = document["published"].get(name, ("", None, None))
+        published = f"{method}: {r2:.2f}, {size} nodes" if method else "no numbers"
+        nodes = statistics.median(run["size"] for run in runs)
+        rows.append(
+            f"`{name}` | {runs[0]['rows']} | {published} | {statistics.median(scores):.2f} "
+            f"({scores[0]:.2f} to {scores[-1]:.2f}) | {nodes:.0f}"
+        )
+    head = "data set | rows | published R2 and size | R2, median (range) of "
+    yield from table(f"{head}{document['seeds']} splits | nodes, median", rows)
+    yield ""
+    seconds, cores = document["seconds"], document["machine"]["cores"]
+    yield f"Each fit had {seconds:.0f} s and one thread of {cores} shared cores"
+    yield "([`srbench_2025.json`](../../../tests/bench/results/srbench_2025.json))."
 
 
 def noisy_tables() -> Iterator[str]:
@@ -462,6 +510,8 @@ FIGURES: dict[str, Callable[[], Iterator[str]]] = {
             cpu_engine,
             fits,
             found_equations,
+            three_columns,
+            srbench_2025,
             other_searches,
             noisy_tables,
             selection,

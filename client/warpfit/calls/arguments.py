@@ -242,6 +242,20 @@ def shows_keywords(options: Any, **defaults: Any) -> Callable[[F], F]:
 # ------------------------------------------------------------------------------- single values
 
 
+#: Keywords of other packages, given to a client, and what means the same.
+_OF_OTHER_CALLS: Final = {
+    **dict.fromkeys(("p0", "x0", "start", "starts"), "Give starts behind the expressions"),
+    **dict.fromkeys(("sigma", "sample_weight"), "Give weights= to upload, such as 1/sigma^2"),
+    "weights": "Give weights= to upload",
+    "names": "Give names= to upload",
+    **dict.fromkeys(("maxfev", "max_nfev", "maxiter"), "Write max_iterations="),
+    **dict.fromkeys(("jac", "n_jobs"), "Leave it out: derivatives and cores need no setting"),
+    "operators": "Convert first: warpfit.frontends.deap.from_deap(tree, operators=...)",
+    "max_seconds": "Write seconds= of search, or timeout=",
+    "absolute": "Write absolute_sigma=",
+}
+
+
 def check_keywords(given: Mapping[str, Any], known: Any) -> None:
     """Check that all keywords of a call are those of a TypedDict."""
     for name in given.keys() - known.__optional_keys__:
@@ -249,7 +263,7 @@ def check_keywords(given: Mapping[str, Any], known: Any) -> None:
         raise InvalidArgumentError(
             f"there is no keyword {name!r}",
             "UNKNOWN_KEYWORD",
-            did_you_mean(name, names, f"Use {', '.join(names)}"),
+            _OF_OTHER_CALLS.get(name) or did_you_mean(name, names, f"Use {', '.join(names)}"),
             name,
         )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from itertools import accumulate, islice, pairwise
 from numbers import Integral
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -180,6 +180,17 @@ class Fit(Shown):
     of weight 0 count if the handle came from another process. None with ``absolute_sigma``."""
     evidence: Evidence | None = None
     """The evidence for each expression; None if not requested."""
+
+    _others: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("popt", "best_values", "params"), "parameters, a list for expressions"),
+        "pcov": "covariance, of a fit with covariance=True",
+        **dict.fromkeys(("perr", "stderr"), "standard_errors"),
+        **dict.fromkeys(("aic", "bic", "redchi"), "evidence, of a fit with evidence=True"),
+        **dict.fromkeys(("best_fit", "predict", "eval"), "formula().to_numpy()(X)"),
+        **dict.fromkeys(("expression_", "program_"), "formula()"),
+        "fit_report": "print(fit)",
+        "message": "reason",
+    }
 
     @classmethod
     def of(cls, result: FitResult, request: FitRequest, data: DatasetHandle | None = None) -> Fit:

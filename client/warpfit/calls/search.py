@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypedDict
+from typing import Any, ClassVar, Final, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -368,6 +368,14 @@ class SearchResult(Shown):
     """For a template or functions of one's own: each function of each formula in turn, and then the
     template's parameters, with their numbers; see `warpfit.searching.Front`."""
 
+    _others: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("front", "front_", "equations", "equations_"), "texts, sizes and losses"),
+        **dict.fromkeys(("expression_", "program_", "get_best"), "best"),
+        **dict.fromkeys(("predict", "to_numpy"), "best.to_numpy()(X)"),
+        "to_pandas": "pandas.DataFrame({'size': found.sizes, 'loss': found.losses, "
+        "'formula': found.texts})",
+    }
+
     @classmethod
     def of(
         cls,
@@ -388,6 +396,10 @@ class SearchResult(Shown):
     def __len__(self) -> int:
         """Count the formulas."""
         return len(self.sizes)
+
+    def __getitem__(self, index: int) -> Program:
+        """Return a formula as `formula` does; an index below 0 counts from the last one."""
+        return self.formula(range(len(self))[index])
 
     def formula(self, index: int) -> Program:
         """Return a formula with its fitted numbers as constants, by its index from 0."""

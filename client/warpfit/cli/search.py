@@ -151,6 +151,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-seconds", type=seconds, default=60.0, metavar="SECONDS",
         help="time of the search itself; a start of the command, and of a server for it, take some "
         "seconds more (default: 60)")  # fmt: skip
+    add("--generations", type=whole_from(0), default=10**6, metavar="N",
+        help="most generations, which may end it before its time")  # fmt: skip
     add("--operators", nargs="+", metavar="NAME", help="names or symbols, such as + '*' sin")
     add(
         "--template",
@@ -198,7 +200,7 @@ def _model(options: argparse.Namespace) -> SymbolicRegressor:
         template=options.template,
         model_selection=options.model_selection,
         max_size=options.max_size,
-        generations=10**6,
+        generations=options.generations,
         max_seconds=options.max_seconds,
         digits=options.digits,
         checkpoint=options.checkpoint,

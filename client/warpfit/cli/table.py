@@ -403,7 +403,9 @@ def _read_csv(text: io.TextIOWrapper, file: str, options: argparse.Namespace) ->
                 if not _is_missing(cell):
                     place = file, line, index, names[index]
                     has_numbers = any(map(_is_number, row)) or len(places) > 0 or numbered
-                    raise _bad_cell(cell, *place, has_commas, has_numbers) from None
+                    has_groups = hasattr(options, "group")
+                    kinds = has_commas, has_numbers, has_groups
+                    raise _bad_cell(cell, *place, *kinds) from None
                 value = math.nan
                 if options.missing == "refuse":
                     raise InvalidArgumentError(
@@ -512,9 +514,12 @@ def _bad_cell(
     name: str,
     has_commas: bool,
     has_numbers: bool,
+    has_groups: bool,
 ) -> InvalidArgumentError:
     _check_encoding(cell, file, line, index)
     remedy = f"Write nan for a missing number, or leave the column out: --ignore {name}"
+    if has_groups:
+        remedy += f"; --group {name} takes texts for names of groups"
     if _GROUPED.fullmatch(cell):
         point, comma = cell.replace(".", "").replace(",", "."), cell.replace(",", "")
         if cell.rindex(".") > cell.rindex(","):

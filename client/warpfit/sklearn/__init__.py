@@ -14,8 +14,8 @@
     SymbolicTransformer().fit_transform(X, y)               # the best formulas as features
 
 All start a server on this machine for each ``fit`` unless they are given the address of one;
-``predict`` needs none. They need scikit-learn, ``pip install '.[sklearn]'``, and without an
-address the server, ``pip install '.[sklearn,server]'``.
+``predict`` needs none. They need scikit-learn, ``pip install 'warpfit[sklearn]'``, and without
+an address the server, ``pip install 'warpfit[sklearn,server]'``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 try:
     import sklearn  # noqa: F401
 except ModuleNotFoundError as error:
-    error.add_note("Install it: pip install '.[sklearn]'")
+    error.add_note("Install it: pip install 'warpfit[sklearn]'")
     raise
 
 from warpfit.sklearn.derived import SymbolicClassifier, SymbolicTransformer

@@ -130,10 +130,14 @@ def _checks(kind: str, given: Any) -> list[Callable[[Genomes], Mask]]:
         ]
     if kind == "monotonic":
         return []  # Numbers decide, not the structure; see `monotonicity`.
+    remedy = did_you_mean(kind, _KINDS, f"Choose from {', '.join(_KINDS)}")
+    if kind in (*OPERATORS, *_BY_SYMBOL):  # as in PySR, for the size of an operator's arguments
+        remedy = "client.search(data, arguments=...) limits the arguments of an operator, or write "
+        remedy += f"constraints={{'count': {{{kind!r}: 1}}}} for how often it may occur"
     raise InvalidArgumentError(
         f"constraint {kind!r} is not known",
         "BAD_SETTING",
-        did_you_mean(kind, _KINDS, f"Choose from {', '.join(_KINDS)}"),
+        remedy,
         "constraints",
     )
 

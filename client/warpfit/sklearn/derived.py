@@ -61,6 +61,8 @@ class SymbolicClassifier(AnswersOtherWords, ClassifierMixin, BaseEstimator):  # 
 
     """
 
+    _other_parameters = _OF_SEARCH
+
     @explains_keywords(_OF_SEARCH)
     def __init__(self, search: SymbolicRegressor | None = None, random_state: Any = None) -> None:
         self.search = search
@@ -154,6 +156,8 @@ class SymbolicTransformer(AnswersOtherWords, TransformerMixin, BaseEstimator):  
         The search.
 
     """
+
+    _other_parameters = _OF_SEARCH
 
     @explains_keywords(_OF_SEARCH)
     def __init__(

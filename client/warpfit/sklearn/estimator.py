@@ -29,7 +29,7 @@ from sklearn.utils.validation import (
 from warpfit.calls.arguments import member, whole_number
 from warpfit.client import Client, connect
 from warpfit.embedded import server_at
-from warpfit.errors import bad_setting
+from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.expressions import reference
 from warpfit.expressions.language import DIGITS, to_latex, to_text
 from warpfit.expressions.real_numbers import float_array, real_numbers, require_order
@@ -38,7 +38,7 @@ from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
 from warpfit.parse import MACROS
-from warpfit.sklearn.keywords import AnswersOtherWords
+from warpfit.sklearn.keywords import OF_OTHER_OPTIMIZERS, AnswersOtherWords, explains_keywords
 from warpfit.transport.connection import TlsConfig
 
 P = ParamSpec("P")
@@ -274,7 +274,13 @@ def _check_columns(X: Any) -> None:
     for name in names if len(set(names)) == len(names) else ():
         column = X[name]
         if getattr(column.dtype, "kind", "O") not in "fiub":
-            real_numbers(column, f"column {str(name)!r}")
+            try:
+                real_numbers(column, f"column {str(name)!r}")
+            except InvalidArgumentError as error:
+                remedy = f"{error.remedy}; group={str(name)!r} of SymbolicRegressor takes its texts"
+                raise InvalidArgumentError(
+                    error.message, error.reason, f"{remedy} for names of groups", error.field
+                ) from None
 
 
 def _rows_with_weight(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
@@ -373,6 +379,9 @@ class ParameterOptimizer(FormulaRegressor):
 
     """
 
+    _other_parameters = OF_OTHER_OPTIMIZERS
+
+    @explains_keywords(OF_OTHER_OPTIMIZERS)
     def __init__(
         self,
         expression: Any = "p1 + p2*x1",

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import Parameter, signature
-from typing import Any, Final, NoReturn, ParamSpec, TypeVar
+from typing import Any, ClassVar, Final, NoReturn, ParamSpec, Self, TypeVar
 
-from warpfit.errors import InvalidArgumentError, did_you_mean
+from warpfit.errors import InvalidArgumentError, did_you_mean, no_attribute
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,6 +34,12 @@ _CRITERIA: Final = {
     "bayesian_information_criterion": "evidence",
     "mean_squared_error": "accuracy",
 }
+
+
+#: A loss of PySR: loss(prediction, target) = (prediction - target)^2.
+_JULIA_LOSS: Final = re.compile(
+    r"\s*\w+\s*\(\s*(\w+)\s*,\s*(\w+)\s*(?:,\s*(\w+)\s*)?\)\s*=\s*(.*?)\s*"
+)
 
 
 class Without(str):
@@ -66,8 +72,14 @@ def _depth(value: Any) -> str:
 
 
 def _loss(value: Any) -> str:
-    """Translate a loss by its name, and leave others to be written as text."""
+    """Translate a loss by its name or from Julia, and leave others to be written as text."""
     names = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+    if julia := _JULIA_LOSS.fullmatch(names[0]):
+        ours = {julia[1]: "f", julia[2]: "y", julia[3]: "w"}
+        body = re.sub(r"[^\W\d]\w*", lambda match: ours.get(match[0], match[0]), julia[4])
+        return f"loss={body!r}"
+    if names[0] in ("pearson", "spearman"):
+        return "loss='mse' or 'mae': correlations are no sums over rows, and a + b f is fitted"
     if "log loss" in names:
         return "SymbolicClassifier(search=SymbolicRegressor(...)), which minimises the log loss"
     known = [_LOSSES.get(name, name) for name in names]
@@ -224,6 +236,15 @@ OF_OTHER_FITS: Final[Mapping[str, Translation]] = {
     **_all("variable_names", "feature_names", "complexity_of_variables", to=_names),
     "p0": "guesses= of the estimator: formulas with numbers to begin with",
 }
+#: Our form of keywords of functions that fit parameters.
+OF_OTHER_OPTIMIZERS: Final[Mapping[str, Translation]] = {
+    "p0": _ours("start"),
+    **_all("sigma", "weights", to="sample_weight= of fit, such as 1 / sigma^2"),
+    **_all("maxfev", "max_nfev", "maxiter", to=_ours("max_iterations")),
+    **_all("model", "func", "f", to="expression= as text, such as 'p1*exp(-p2*x1)'"),
+    **_all("n_jobs", "n_threads", to=_CORES),
+    "jac": Without("derivatives are exact"),
+}
 #: Our form of keywords of the ``predict`` of others.
 OF_OTHER_PREDICTIONS: Final[Mapping[str, Translation]] = {
     "category": "the column of groups into X, as for fit",
@@ -280,35 +301,51 @@ class _Elsewhere:
         self.name = name
 
     def __get__(self, instance: Any, owner: type) -> NoReturn:
-        raise AttributeError(_no_attribute(owner, self.name))
+        raise no_attribute(owner.__name__, self.name, (), OF_OTHER_OBJECTS)
 
 
 class AnswersOtherWords:
-    """A class whose missing attributes say what to write instead, if other packages have them.
+    """An estimator that answers words of other packages by what to write instead.
 
-    They raise AttributeError, so that ``hasattr``, copies and pickles see no attribute.
+    Missing attributes raise AttributeError, so that ``hasattr``, copies and pickles see none.
     """
+
+    #: Our form of parameters of other estimators.
+    _other_parameters: ClassVar[Mapping[str, Translation]] = OF_OTHER_ESTIMATORS
 
     # The others are called on instances.
     from_file = _Elsewhere("from_file")
+
+    def set_params(self, **params: Any) -> Self:
+        """Set parameters; one that there is not is answered as by the constructor."""
+        known = signature(type(self)).parameters
+        wrong = {name: value for name, value in params.items() if "__" not in name}
+        wrong = {name: value for name, value in wrong.items() if name not in known}
+        if wrong:
+            raise _unknown_keywords(type(self).__name__, wrong, list(known), self._other_parameters)
+        super().set_params(**params)  # type: ignore[misc]
+        return self
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError with the remedy for an attribute that there is not."""
         if hasattr(type(self), name) or name in dir(type(self)):
             # A property has raised AttributeError, as those of an estimator that is not fitted.
             return object.__getattribute__(self, name)
-        if name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise AttributeError(_no_attribute(type(self), name))
+        raise no_attribute(type(self).__name__, name, dir(type(self)), OF_OTHER_OBJECTS)
 
 
-def _no_attribute(owner: type, name: str) -> str:
-    message = f"{owner.__name__!r} object has no attribute {name!r}"
-    if name in OF_OTHER_OBJECTS:
-        return f"{message}. Use {OF_OTHER_OBJECTS[name]}"
-    known = [one for one in dir(owner) if not one.startswith("_")]
-    remedy = did_you_mean(name, known, "")
-    return f"{message}. {remedy}" if remedy else message
+def check_loss(loss: Any) -> None:
+    """Refuse losses of other packages; raise InvalidArgumentError with ours.
+
+    Args:
+        loss: what was given, which may be a loss of ours.
+    """
+    if not isinstance(loss, str):
+        return
+    is_other = loss in (*_LOSSES, "pearson", "spearman") or _JULIA_LOSS.fullmatch(loss)
+    if is_other or loss.startswith("HuberLoss"):
+        remedy = f"Write {_loss(loss)}"
+        raise InvalidArgumentError(f"loss is {loss!r}", "BAD_SETTING", remedy, "loss")
 
 
 def explains_keywords(

@@ -56,6 +56,7 @@ from warpfit.sklearn.keywords import (
     OF_OTHER_ESTIMATORS,
     OF_OTHER_FITS,
     OF_OTHER_PREDICTIONS,
+    check_loss,
     explains_keywords,
 )
 from warpfit.sklearn.search_task import INTERRUPTIONS, Terminated
@@ -607,6 +608,7 @@ class SymbolicRegressor(FormulaRegressor):
 
     def _check_settings(self) -> None:
         operator_names(self.operators)
+        check_loss(self.loss)
         as_loss(self.loss)
         eq.check_selection(self.model_selection)
         if self.model_selection == "evidence" and not as_function(as_loss(self.loss)).is_squares:

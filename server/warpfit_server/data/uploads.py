@@ -198,7 +198,7 @@ class DataFolder:
             raise InvalidArgumentError(
                 "--data-root needs pyarrow, which is not installed",
                 "MISSING_PACKAGE",
-                "Install it (pip install '.[arrow]')",
+                "Install it (pip install 'warpfit[arrow]')",
             ) from error
 
     def known(self, file: ServerFile) -> tuple[bytes, str] | None:

@@ -138,7 +138,7 @@ def create_engine(
         raise UnavailableError(
             f"the CUDA libraries are not installed: {error}",
             "NO_CUDA",
-            "Install them (pip install '.[cuda13]' or '[cuda12]'), or run with --devices cpu",
+            "Install them (pip install 'warpfit[cuda13]', or cuda12), or run with --devices cpu",
         ) from error
     limit = None if device_memory is None else int(device_memory * memory_share)
     return CudaEngine(

@@ -317,7 +317,7 @@ def check_device_memory(devices: str, memory: int | None) -> None:
 
 def _gpu_memories() -> list[int]:
     """Return the bytes of each GPU, at least one, without initialising CUDA in this process."""
-    reason = "CuPy is not installed (pip install '.[cuda13]' or '[cuda12]')"
+    reason = "CuPy is not installed (pip install 'warpfit[cuda13]' or 'warpfit[cuda12]')"
     if find_spec("cupy") is not None:
         child = python_child("-m", __name__)
         try:

@@ -255,7 +255,7 @@ def test_serve_without_the_server_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr(embedded, "find_spec", lambda name: None)
     status, _, err = run(capsys, "serve")
     assert status == 2
-    assert "pip install '.[server]'" in err
+    assert "pip install 'warpfit[server]'" in err
 
 
 INTERRUPTED = """
@@ -674,7 +674,7 @@ def test_tools_for_agents_say_what_they_need(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
     status, _, err = run(capsys, "mcp", "--root", "nosuch")
     assert status == 2
-    assert "pip install '.[mcp]'" in err
+    assert "pip install 'warpfit[mcp]'" in err
 
 
 @pytest.mark.parametrize("text", ["1" * 60_000_000, "1\n" * 30_000_000], ids=["line", "rows"])

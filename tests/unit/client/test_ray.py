@@ -12,10 +12,10 @@ from warpfit.errors import InvalidArgumentError
 
 def test_the_extra_is_named_where_ray_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(InvalidArgumentError, match=r"pip install '\.\[ray\]'"):
+    with pytest.raises(InvalidArgumentError, match=r"pip install 'warpfit\[ray\]'"):
         warpfit.connect("ray://science")
     assert main(["ray", "list"]) == 2
-    assert "'.[ray]'" in capsys.readouterr().err
+    assert "'warpfit[ray]'" in capsys.readouterr().err
 
 
 def test_the_command_hands_over_what_it_is_told(monkeypatch, capsys):

@@ -63,7 +63,7 @@ def test_a_missing_library_says_how_to_get_it():
     )
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "'.[sklearn]'" in done.stdout
+    assert "'warpfit[sklearn]'" in done.stdout
 
 
 @pytest.mark.parametrize("name", warpfit.__all__)

@@ -109,7 +109,7 @@ FOREIGN = {
     *("premature_reset_total_stream_count", "request_headers_timeout", "stream_idle_timeout"),
     *("explicit_http_config", "max_direct_response_body_size_bytes", "CPUQuota"),
     *("HistGradientBoostingRegressor", "LinearRegression", "find_servers"),
-    *("TemplateExpressionSpec", "HallOfFame", "soft_l1"),
+    *("TemplateExpressionSpec", "TensorBoardLoggerSpec", "HallOfFame", "soft_l1"),
 }
 
 

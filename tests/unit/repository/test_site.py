@@ -49,6 +49,19 @@ def test_links_between_documents_become_links_between_pages(build, tmp_path):
             assert (ROOT / target).exists(), (page, target)
 
 
+def test_programs_are_pages_that_can_be_copied(build, tmp_path):
+    build.write_sources(tmp_path)
+    programs = [path for path in build.PAGES if path.endswith(".py")]
+    named = (SITE / "pages" / "gallery.md").read_text()
+    assert set(re.findall(r"client/examples/\w+\.py", named)) <= set(programs)
+    for path in programs:
+        page = (tmp_path / "docs" / build.PAGES[path]).read_text()
+        (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+        assert block == (ROOT / path).read_text()
+    gallery = (tmp_path / "docs" / "pages" / "gallery.md").read_text()
+    assert "](../client/examples/gallery.md)" in gallery
+
+
 def test_a_link_to_nothing_is_refused(build, tmp_path):
     with pytest.raises(SystemExit, match=r"there is no nothing\.md"):
         build.linked("[a](nothing.md)", "client/README.md", tmp_path)

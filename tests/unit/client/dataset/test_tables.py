@@ -243,7 +243,7 @@ def test_without_pyarrow_the_error_names_the_extra(monkeypatch):
     with pytest.raises(InvalidArgumentError) as caught:
         open_table("data.parquet")
     assert caught.value.reason == "MISSING_PACKAGE"
-    assert "'.[arrow]'" in caught.value.remedy
+    assert "'warpfit[arrow]'" in caught.value.remedy
     pandas = client_dataset(open_table(pd.DataFrame({"a": THREE})))
     assert pandas.layout.names == ("a",)
 

@@ -81,7 +81,7 @@ def test_each_keyword_of_pysr_is_known():
         ({"allowed_symbols": "add,mul,constant,variable"}, "Write operators=['add', 'mul']"),
         ({"elementwise_loss": "L1DistLoss()"}, "Write loss='mae'"),
         ({"elementwise_loss": "HuberLoss(2.0)"}, "loss=warpfit.losses.huber(2.0)"),
-        ({"elementwise_loss": "loss(p, t) = (p - t)^4"}, "loss= as text over f, y"),
+        ({"elementwise_loss": "loss(p, t) = (p - t)^4"}, "loss='(f - y)^4'"),
         ({"metric": "mean absolute error"}, "Write loss='mae'"),
         ({"metric": "log loss"}, "SymbolicClassifier"),
         ({"objectives": ["r2", "length"]}, "Write loss='r2'"),

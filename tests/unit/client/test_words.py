@@ -1,0 +1,179 @@
+"""What people who know other packages write, and the answer that says what to write here."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+import warpfit
+import warpfit.testing
+from warpfit.cli.main import main
+from warpfit.sklearn import ParameterOptimizer, SymbolicClassifier, SymbolicRegressor
+from warpfit.sklearn.keywords import check_loss
+
+ROWS = np.arange(12.0).reshape(6, 2)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Objects of each kind that a caller holds."""
+    with warpfit.testing.client() as client:
+        data = client.upload(ROWS, ROWS[:, 0])
+        fit = client.optimize(data, ["p1*x1"])
+        answer = client.run(data, ["x1"], loss="mse")
+        yield {"client": client, "data": data, "fit": fit, "answer": answer, "warpfit": warpfit}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "remedy"),
+    [
+        ("fit", "popt", "Use parameters"),
+        ("fit", "pcov", "Use covariance"),
+        ("fit", "best_values", "Use parameters"),
+        ("fit", "bic", "Use evidence"),
+        ("fit", "predict", r"Use formula\(\)"),
+        ("fit", "losss", r"Did you mean loss\?"),
+        ("answer", "loss", r"Did you mean losses\?"),
+        ("client", "fit", "Use optimize"),
+        ("client", "predict", "Use evaluate"),
+        ("client", "optimise", r"Did you mean optimize\?"),
+        ("warpfit", "SymbolicRegressor", "Write: from warpfit.sklearn import SymbolicRegressor"),
+        ("warpfit", "conect", r"Did you mean connect\?"),
+    ],
+)
+def test_a_missing_attribute_says_what_is_meant(found, owner, name, remedy):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'. {remedy}"):
+        getattr(found[owner], name)
+    assert not hasattr(found[owner], name)
+
+
+def test_a_module_that_is_not_imported_is_named(found):
+    found = warpfit.__getattr__  # its own, whatever tests have imported
+    with pytest.raises(AttributeError, match=r"Write: import warpfit\.frontends"):
+        found("frontends")
+    with pytest.raises(AttributeError, match=r"no attribute 'far_and_wild'$"):
+        found("far_and_wild")
+    with pytest.raises(AttributeError, match=r"no attribute '__wrapped__'$"):
+        found("__wrapped__")
+
+
+def test_what_cannot_be_found_harms_no_copy(found):
+    for name in ("fit", "answer"):
+        one = found[name]
+        assert repr(copy.copy(one)) == repr(copy.deepcopy(one)) == repr(one)
+        assert repr(pickle.loads(pickle.dumps(one))) == repr(one)
+        assert not hasattr(one, "_private")
+        assert getattr(one, "nothing", 3) == 3
+
+
+def test_formulas_of_a_search_are_a_sequence():
+    batch = warpfit.Batch.of([warpfit.parse("p1"), warpfit.parse("p1*x1")], [[1.0], [2.0]])
+    from warpfit.calls.search import SearchResult
+
+    counts = {"generations": 1, "tried": 1, "distinct": 1, "fits": 1, "pairs": 0, "restarts": 0}
+    result = SearchResult(
+        batch, np.array([1, 3]), np.array([2.0, 0.0]), None, 1.0, **counts,
+        interruptions=0, timings=None, names=("t",),
+    )  # fmt: skip
+    assert [str(formula) for formula in result] == ["1", "2 * x1"]
+    assert result[-1] == result.best == result.formula(1)
+    with pytest.raises(IndexError):
+        result[2]
+    for name in ("front", "equations_", "to_pandas", "get_best"):
+        with pytest.raises(AttributeError, match="Use "):
+            getattr(result, name)
+        assert not hasattr(result, name)
+
+
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [
+        (lambda c, d: c.optimize(d, ["p1*x1"], p0=[1]), "Give starts behind the expressions"),
+        (lambda c, d: c.optimize(d, ["p1*x1"], sigma=[1]), "weights= to upload"),
+        (lambda c, d: c.optimize(d, ["p1*x1"], maxfev=9), "max_iterations="),
+        (lambda c, d: c.evaluate(d, ["x1"], operators={"a": "b"}), "from_deap"),
+        (lambda c, d: c.search(d, max_seconds=3), "seconds="),
+        (lambda c, d: c.evaluate(d, ["np.exp(x1)"]), "without np, such as exp"),
+        (lambda c, d: c.evaluate(d, ["math.sin(x1)"]), "without math, such as"),
+        (lambda c, d: warpfit.define("logistic", "1/(1+exp(-a))"), "Use it as it is"),
+        (lambda c, d: warpfit.define("2nd", "a*a"), "begins with a letter"),
+    ],
+)
+def test_a_word_of_another_package_in_a_call_is_answered(found, call, remedy):
+    with pytest.raises(warpfit.WarpfitError) as caught:
+        call(found["client"], found["data"])
+    assert remedy in caught.value.remedy
+
+
+# --------------------------------------------------------------------------------- estimators
+
+
+def refused(call):
+    with pytest.raises(warpfit.InvalidArgumentError) as caught:
+        call()
+    return caught.value.remedy
+
+
+def test_parameters_are_set_by_our_names():
+    model = SymbolicRegressor().set_params(max_size=7)
+    assert model.max_size == 7
+    assert refused(lambda: model.set_params(maxsize=9)) == "Write max_size=9"
+    assert refused(lambda: model.set_params(max_siz=9)) == "Did you mean max_size=?"
+    assert model.max_size == 7
+    one = SymbolicClassifier(search=SymbolicRegressor())
+    assert one.set_params(search__max_size=5).search.max_size == 5
+    assert "search=SymbolicRegressor" in refused(lambda: one.set_params(max_size=3))
+    assert "Write max_size=3" in refused(lambda: one.set_params(search__maxsize=3))
+
+
+def test_words_of_curve_fit_are_answered():
+    assert refused(lambda: ParameterOptimizer("p1*x1", p0=[1.0])) == "Write start=[1.0]"
+    assert "sample_weight" in refused(lambda: ParameterOptimizer("p1*x1", sigma=[1.0]))
+    assert refused(lambda: ParameterOptimizer("p1*x1", bound=(0, 1))) == ("Did you mean bounds=?")
+
+
+@pytest.mark.parametrize(
+    ("loss", "ours"),
+    [
+        ("mean absolute error", "loss='mae'"),
+        ("L1DistLoss()", "loss='mae'"),
+        ("HuberLoss(2.0)", "huber(2.0)"),
+        ("log loss", "SymbolicClassifier"),
+        ("spearman", "no sums over rows"),
+        ("loss(prediction, target) = (prediction - target)^2", "loss='(f - y)^2'"),
+        ("my_loss(x, z, weights) = weights * abs(x - z)", "loss='w * abs(f - y)'"),
+    ],
+)
+def test_a_loss_of_another_package_is_ours(loss, ours):
+    model = SymbolicRegressor(loss=loss)
+    assert ours in refused(lambda: model.fit(ROWS, ROWS[:, 0]))
+    assert ours in refused(lambda: SymbolicRegressor(elementwise_loss=loss))
+    for own in ("mse", "huber", "abs(f - y)", "(prediction - target)^2"):
+        check_loss(own)
+
+
+def test_limits_of_arguments_name_the_call_that_has_them():
+    model = SymbolicRegressor(constraints={"sin": 9, "pow": (-1, 1)})
+    assert "client.search(data, arguments=...)" in refused(lambda: model.fit(ROWS, ROWS[:, 0]))
+    model = SymbolicRegressor(constraints={"dept": 3})
+    assert refused(lambda: model.fit(ROWS, ROWS[:, 0])) == "Did you mean depth?"
+
+
+def test_texts_in_a_column_may_name_groups(tmp_path, capsys, monkeypatch):
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"dose": [1.0, 2.0, 3.0], "kind": ["a", "b", "a"]})
+    for model in (SymbolicRegressor(), ParameterOptimizer("p1*dose")):
+        remedy = refused(lambda model=model: model.fit(table, [1.0, 2.0, 3.0]))
+        assert "group='kind' of SymbolicRegressor" in remedy
+    file = tmp_path / "doses.csv"
+    table.assign(rate=[1, 2, 3]).to_csv(file, index=False)
+    for words, is_said in (
+        (["search", str(file), "--target", "rate"], True),
+        (["eval", str(file), "dose"], False),
+    ):
+        monkeypatch.setattr("sys.argv", ["warpfit", *words])
+        assert main() == 2
+        told = capsys.readouterr().err
+        assert "--ignore kind" in told
+        assert ("--group kind" in told) == is_said
