@@ -12,8 +12,10 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import warpfit
 from support.servers.server import ServerProcess
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "client" / "examples"
@@ -51,6 +53,24 @@ def test_the_gallery_agrees_with_what_is_certified(server: ServerProcess, tmp_pa
     assert re.search(r"^groups: rate = .*p1", out, re.MULTILINE)
     names = {"gallery_nist.svg", "gallery_enzyme.svg", "gallery_groups.svg"}
     assert {path.name for path in tmp_path.iterdir()} == names
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("page", ["pysr", "gplearn", "operon"])
+def test_the_example_of_a_page_finds_the_law_that_it_draws_from(server, monkeypatch, page):
+    """What a reader runs first has to end with the law, and not with one that is as good."""
+    monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
+    text = (EXAMPLES.parents[1] / "deploy/site/pages" / f"coming_from_{page}.md").read_text()
+    names: dict[str, Any] = {}
+    exec(re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[0], names)
+    model, X, y = names["model"], names["X"], names["y"]
+    (law,) = re.findall(r"^y = (.*)$", text, re.MULTILINE)
+    law = re.sub(r"X\[:, (\d)\]", lambda column: f"x{int(column[1]) + 1}", law)
+    true = warpfit.parse(law.replace("np.", "").replace("**", "^"))
+    np.testing.assert_allclose(true.to_numpy()(X), y, rtol=1e-12)
+    elsewhere = np.random.default_rng(1).uniform(-4.0, 4.0, (50, 2))
+    found = model.program_.to_numpy()(elsewhere)
+    np.testing.assert_allclose(found, true.to_numpy()(elsewhere), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.thorough

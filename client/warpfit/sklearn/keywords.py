@@ -288,7 +288,7 @@ OF_OTHER_OBJECTS: Final[Mapping[str, str]] = {
     "best_fit": "predict(X)",
     "fit_report": "print(client.optimize(...)), or parameters_ and standard_errors_",
     "redchi": "loss_",
-    "plot": "plot_fit(X, y) or plot_front()",
+    "plot": "plot_fit(X, y) or plot_front() of SymbolicRegressor",
     "to_latex": "latex()",
     "to_sympy": "sympy()",
 }
