@@ -86,8 +86,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(
+    ("case", "method"),
+    [*(("missing", method) for method in METHODS), *((case, "Evaluate") for case in REFUSED)],
+)
 def test_without_a_valid_token(as_tenant, method, case):
     metadata, reason = REFUSED[case]
     status = "PERMISSION_DENIED" if case == "mallory" else "UNAUTHENTICATED"

@@ -75,8 +75,15 @@ MODULES = modules()
 
 @cache
 def nodes(module: str) -> list[ast.AST]:
-    kinds = ast.Import | ast.ImportFrom | ast.If
-    return [n for n in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(n, kinds)]
+    """Return the imports and conditions of a module; other expressions are not looked at."""
+    found, left = [], [ast.parse(MODULES[module].read_text())]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.If):
+            found.append(node)
+        for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+            left += getattr(node, name, []) if not isinstance(node, ast.expr) else []
+    return found
 
 
 @cache
@@ -84,7 +91,7 @@ def imports(module: str, with_types: bool = False) -> set[str]:
     """Modules that one imports, wherever in it; those for type checkers only if asked for."""
     found, for_types = set(), set()
     for node in () if with_types else nodes(module):
-        if isinstance(node, ast.If) and ast.dump(node.test) == _FOR_TYPES:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             for_types |= {*ast.walk(node)}
     for node in nodes(module):
         if node in for_types:
@@ -95,9 +102,6 @@ def imports(module: str, with_types: bool = False) -> set[str]:
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
     return found & set(MODULES) - {module}
-
-
-_FOR_TYPES = ast.dump(ast.Name("TYPE_CHECKING", ast.Load()))
 
 
 def test_no_module_imports_itself_by_way_of_others():

@@ -114,16 +114,27 @@ def struct(path: str, name: str) -> str:
     return found[0]
 
 
+@pytest.fixture(scope="module")
+def structs():
+    """Places of the fields of all structs, by name, as the compiler of this machine lays them out.
+
+    Each is in a namespace of its own: two sources have a `Part`.
+    """
+    others = ("Program", "Entry", "Load", "Statistics", "Node", "Part")
+    source = "typedef float real;"
+    for number, (path, name, dtype) in enumerate(STRUCTS):
+        places = ", ".join(f"__builtin_offsetof({name}, {field})" for field in dtype.names)
+        declared = "".join(f"struct {other};" for other in others)
+        source += (
+            f"\nnamespace n{number} {{ {declared} {struct(path, name)}\n"
+            f'extern "C" long places_{name}[] = {{{places}, (long)sizeof({name})}}; }}'
+        )
+    return compile_for_host(source)
+
+
 @pytest.mark.parametrize(("path", "name", "dtype"), STRUCTS, ids=lambda given: str(given)[:30])
-def test_fields_lie_where_the_source_says(path, name, dtype):
-    names = ("Program", "Entry", "Load", "Statistics", "Node", "Part")
-    others = "".join(f"struct {other};" for other in names)
-    places = ", ".join(f"__builtin_offsetof({name}, {field})" for field in dtype.names)
-    library = compile_for_host(
-        f"typedef float real; {others} {struct(path, name)}\n"
-        f'extern "C" long places[] = {{{places}, (long)sizeof({name})}};'
-    )
-    found = (ctypes.c_long * (len(dtype.names) + 1)).in_dll(library, "places")
+def test_fields_lie_where_the_source_says(structs, path, name, dtype):
+    found = (ctypes.c_long * (len(dtype.names) + 1)).in_dll(structs, f"places_{name}")
     expected = [dtype.fields[field][1] for field in dtype.names]
     assert list(found) == [*expected, dtype.itemsize]
     made = argument_type(dtype)

@@ -156,7 +156,7 @@ def test_searches_beside_an_exact_one_end():
 # ------------------------------------------------------------------------- the place of a box
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.integers(-20, 20), st.floats(0.0, 6.28), st.integers(0, 99))
 @example(0, 4.0, 0)
 @example(-1, 1.0, 0)
