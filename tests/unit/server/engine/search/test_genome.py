@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -120,18 +121,20 @@ def test_a_grammar_holds_as_many_rules_of_nesting_as_a_request():
 NUMBERS = (-2.5, -1.0, -0.25, 0.0, 0.5, 1.0, 3.0, 40.0)
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_constants_are_folded_as_numpy_computes_them(genes, name):
-    grammar, operator = grammar_of(asked(OPERATORS)), OPERATORS[name]
-    grids = np.meshgrid(*[NUMBERS] * operator.arity)
-    for numbers in zip(*(grid.ravel().tolist() for grid in grids), strict=True):
+def test_constants_are_folded_as_numpy_computes_them(genes):
+    grammar = grammar_of(asked(OPERATORS))
+    for name, numbers in (
+        (name, numbers)
+        for name, operator in OPERATORS.items()
+        for numbers in product(NUMBERS, repeat=operator.arity)
+    ):
         tree = of(name, *map(constant, numbers))
         expected, found = simplified(tree, set(OPERATORS)), genes.simplify(grammar, [tree])
-        assert close(found[0] if found else None, expected), (numbers, found, expected)
+        assert close(found[0] if found else None, expected), (name, numbers, found, expected)
         # The same inside a formula, which has no value if a constant has none.
         inner = of("mul", X, tree) if name != "mul" else of("sub", X, tree)
         expected, found = simplified(inner, set(OPERATORS)), genes.simplify(grammar, [inner])
-        assert close(found[0] if found else None, expected), (numbers, found, expected)
+        assert close(found[0] if found else None, expected), (name, numbers, found, expected)
 
 
 @given(
@@ -301,8 +304,7 @@ def test_units_are_those_of_formulas(both, tree, units, form):
         assert own.is_allowed(grammar, own_units, [tree]) == keeps_units(tree, request)
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_units_of_each_operator(genes, name):
+def test_units_of_each_operator(genes):
     """Of operands that are a length, another length, a time, a number, or a constant."""
     exponents = np.zeros((6, 7))
     exponents[0, 0] = exponents[2, 0] = exponents[5, 2] = 1.0
@@ -310,11 +312,11 @@ def test_units_of_each_operator(genes, name):
     for units in (Units(exponents), Units(exponents, exponents[0], dimensionless_constants=True)):
         request = asked(tuple(OPERATORS), units=units, max_size=200)
         grammar, own_units = grammar_of(request), new_units(request, 6)
-        grids = np.meshgrid(*[range(5)] * OPERATORS[name].arity)
-        for places in zip(*(grid.ravel().tolist() for grid in grids), strict=True):
-            tree = of(name, *(choices[place] for place in places))
-            found = genes.is_allowed(grammar, own_units, [tree])
-            assert found == keeps_units(tree, request), tree
+        for name, operator in OPERATORS.items():
+            for operands in product(choices, repeat=operator.arity):
+                tree = of(name, *operands)
+                found = genes.is_allowed(grammar, own_units, [tree])
+                assert found == keeps_units(tree, request), tree
 
 
 @pytest.mark.parametrize(
