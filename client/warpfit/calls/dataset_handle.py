@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import ClientDataset, Dataset, DatasetReference, Layout
 from warpfit.dataset.layout import PrecisionWarning, caller_level
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, no_attribute
 from warpfit.expressions.language import to_text
 from warpfit.fitting import REASONS, FitResult, Reason
 from warpfit.ir import Batch, Program
@@ -171,6 +171,15 @@ _MOST_LOOKS: Final = 30
 _MOST_CALLS: Final = 100
 
 
+#: What to use instead of attributes of tables and files.
+_OF_TABLES: Final = {
+    **dict.fromkeys(("shape", "rows", "dtype", "ndim", "size", "nbytes"), "layout"),
+    **dict.fromkeys(("columns", "feature_names"), "names"),
+    **dict.fromkeys(("close", "delete", "free", "remove"), "client.release(data)"),
+    **dict.fromkeys(("X", "y", "values", "weights"), "the arrays that were uploaded"),
+}
+
+
 class DatasetHandle:
     """Handle of an uploaded data set.
 
@@ -184,6 +193,12 @@ class DatasetHandle:
         self._statistics: TargetStatistics | None = None
         #: Expressions, and calls, that are still looked at, for a warning.
         self._looks, self._calls = _MOST_LOOKS, _MOST_CALLS
+
+    if not TYPE_CHECKING:  # checkers are to refuse attributes that there are not
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError with what is meant."""
+            raise no_attribute(type(self).__name__, name, dir(type(self)), _OF_TABLES)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the numbers."""

@@ -35,6 +35,9 @@ def found():
         ("fit", "predict", r"Use formula\(\)"),
         ("fit", "losss", r"Did you mean loss\?"),
         ("answer", "loss", r"Did you mean losses\?"),
+        ("data", "shape", "Use layout"),
+        ("data", "close", r"Use client.release\(data\)"),
+        ("data", "name", r"Did you mean names\?"),
         ("client", "fit", "Use optimize"),
         ("client", "predict", "Use evaluate"),
         ("client", "optimise", r"Did you mean optimize\?"),
@@ -59,6 +62,7 @@ def test_a_module_that_is_not_imported_is_named(found):
 
 
 def test_what_cannot_be_found_harms_no_copy(found):
+    assert copy.deepcopy(found["data"]) is found["data"]
     for name in ("fit", "answer"):
         one = found[name]
         assert repr(copy.copy(one)) == repr(copy.deepcopy(one)) == repr(one)
