@@ -105,6 +105,19 @@ def test_kepler_finds_the_third_law(server: ServerProcess, tmp_path):
     assert abs(abs(float(exponent)) - 1.5) < 0.003, out
 
 
+def test_a_logger_takes_any_callable_of_numbers():
+    logger = runpy.run_path(str(EXAMPLES / "log_search.py"))["SearchLogger"]
+    front = [
+        types.SimpleNamespace(loss=loss, complexity=size, equation=f"x{size}")
+        for loss, size in ((3.0, 1), (0.5, 5), (0.7, 7))
+    ]
+    told, texts = [], []
+    logger(lambda *words: told.append(words), lambda *words: texts.append(words))(None, 4, front)
+    assert told == [("search/loss", 0.5, 4), ("search/size", 5, 4), ("search/formulas", 3, 4)]
+    assert texts == [("search/best", "x5", 4)]
+
+
+@pytest.mark.thorough
 def test_a_search_is_logged_to_anything_that_takes_numbers(server: ServerProcess, monkeypatch):
     """TensorBoard's writer gets what is printed without it."""
     flags = ["log_search.py", "--address", server.address, "--generations", "3"]
