@@ -146,11 +146,10 @@ def test_a_search_is_logged_to_anything_that_takes_numbers(server: ServerProcess
         def add_text(self, tag: str, text_string: str, global_step: int) -> None:
             events.append((tag, text_string))
 
-    module = types.ModuleType("torch.utils.tensorboard")
+    module = types.ModuleType("tensorboardX")
     module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
-    for name in ("torch", "torch.utils"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # which is not there
     monkeypatch.setattr(sys, "argv", [*flags, "--tensorboard", "runs"])
     runpy.run_path(str(EXAMPLES / "log_search.py"), run_name="__main__")
     names = [name for name, _ in events]
