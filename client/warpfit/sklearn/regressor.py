@@ -213,9 +213,9 @@ class SymbolicRegressor(FormulaRegressor):
         lower by a thousandth.
     guesses : sequence of str or Program
         Formulas that the search begins with, beside those that are drawn: texts over the columns'
-        names, or x1, x2, ..., whose numbers are starts of a fit. They may have operators that are
-        not among `operators`. With a template a guess is a dict, such as
-        ``{"f": "x1*x2", "g": "x3", "p1": 2.0}``.
+        names, or x1, x2, ..., whose numbers are starts of a fit: exp(-1*x1) has a factor that is
+        fitted, and exp(-x1) has none. They may have operators that are not among `operators`. With
+        a template a guess is a dict, such as ``{"f": "x1*x2", "g": "x3", "p1": 2.0}``.
     template : str, optional
         Outer form of the formulas, such as ``"f(x1, x2) * exp(-g(x3))"``, without a slope and an
         intercept of its own. Names that are neither operators nor columns are functions that are
