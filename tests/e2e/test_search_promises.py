@@ -46,13 +46,8 @@ def test_noise_ends_no_search_with_an_exception(search, operators):
     assert len(model.front_) > 0
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        {"count": {"sin": 1}},
-        pytest.param({"nesting": {"sin": {"sin": 0}}}, marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough  # as the next one, but that a search finds what is simplified
+@pytest.mark.parametrize("rule", [{"count": {"sin": 1}}, {"nesting": {"sin": {"sin": 0}}}])
 def test_what_a_simplification_makes_keeps_to_the_constraints(search, rule):
     x = np.random.default_rng(3).uniform(0, 10, 200)[:, None]
     model = search(generations=3, constraints=rule).fit(x, np.sin(np.sin(x[:, 0])))
@@ -182,7 +177,7 @@ def test_functions_of_ones_own_travel_with_an_estimator(search, tmp_path):
     assert "exp(-" in found.stdout.split("\n")[1]
 
 
-@pytest.mark.parametrize("most", [1, 5])
+@pytest.mark.parametrize("most", [pytest.param(1, marks=pytest.mark.thorough), 5])
 def test_the_greatest_size_is_that_of_the_formulas_as_they_are_shown(search, most):
     X = np.random.default_rng(0).uniform(1.0, 3.0, (100, 2))
     model = search(max_size=most).fit(X, 2.0 * X[:, 0] * X[:, 1] + 3.0)
