@@ -11,7 +11,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -55,7 +55,7 @@ def from_operon(tree: Any, variables: Any) -> tuple[Program, NDArray[np.float64]
     Args:
         tree: a ``pyoperon.Tree``.
         variables: the ``pyoperon.Dataset`` that it was made for, or its ``Variables``; a variable's
-            column there is its index in the program.
+            column there is its index in the program. Or ``variables_`` of pyoperon's estimator.
 
     Returns:
         The program and its parameters, float64 [parameters], in the order of
@@ -64,7 +64,10 @@ def from_operon(tree: Any, variables: Any) -> tuple[Program, NDArray[np.float64]
     Raises:
         InvalidArgumentError: for a type of node or a variable that is not known.
     """
-    indices = {variable.Hash: variable.Index for variable in _listed(variables)}
+    if isinstance(variables, Mapping):  # hashes with names, in the order of the columns
+        indices = {key: index for index, key in enumerate(variables)}
+    else:
+        indices = {variable.Hash: variable.Index for variable in _listed(variables)}
     stack: list[_Piece] = []
     parameters: list[float] = []
     for node in tree.Nodes:
@@ -96,7 +99,15 @@ def from_operon(tree: Any, variables: Any) -> tuple[Program, NDArray[np.float64]
 
 
 def _listed(variables: Any) -> Sequence[Any]:
-    return list(getattr(variables, "Variables", variables))
+    listed = getattr(variables, "Variables", variables)
+    if not isinstance(listed, Iterable) or not all(hasattr(one, "Hash") for one in listed):
+        raise InvalidArgumentError(
+            f"variables is of type {type(variables).__name__}",
+            "BAD_SETTING",
+            "Pass the pyoperon.Dataset, or variables_ of pyoperon's estimator",
+            "variables",
+        )
+    return list(listed)
 
 
 def _applied(node: Any, operands: list[_Piece]) -> _Piece:

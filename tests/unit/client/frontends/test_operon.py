@@ -165,3 +165,23 @@ def test_what_warpfit_has_not():
     )  # fmt: skip
     with pytest.raises(InvalidArgumentError, match="Dyn"):
         from_operon(SimpleNamespace(Nodes=[node]), DATASET)
+
+
+def test_a_tree_of_the_estimator_is_converted_with_its_variables():
+    from pyoperon.sklearn import SymbolicRegressor
+
+    X = np.random.default_rng(0).uniform(0.5, 2.0, (60, 3))
+    theirs = SymbolicRegressor(
+        allowed_symbols="add,mul,constant,variable", max_length=10, population_size=40,
+        generations=3, max_evaluations=1000, n_threads=1, random_state=1,
+    )  # fmt: skip
+    theirs.fit(X, 2.0 * X[:, 2] + X[:, 0] * X[:, 1])
+    program, start = from_operon(theirs.model_, theirs.variables_)
+    ours = program.bind(start).to_numpy()(X)
+    np.testing.assert_allclose(ours, theirs.evaluate_model(theirs.model_, X), rtol=1e-4)
+
+
+@pytest.mark.parametrize("variables", [None, 3, ["x1"]])
+def test_what_are_no_variables_is_said(variables):
+    with pytest.raises(InvalidArgumentError, match="variables_ of pyoperon's estimator"):
+        from_operon(pyoperon.Tree([pyoperon.Node.Constant(1.0)]), variables)
