@@ -48,6 +48,9 @@ REFUSED = {
     "client.evaluate(data, texts, tier='fast')": "call-overload",
     "client.optimize(data, texts, method='newton')": "arg-type",
     "client.optimize(data, texts, tollerance=1.0)": "call-arg",
+    "client.optimize(data, texts).popt": "attr-defined",
+    "client.predict(rows)": "attr-defined",
+    "data.shape": "attr-defined",
 }
 
 
