@@ -258,7 +258,7 @@ class WindowBuffers:
     def __init__(self, device: CudaDevice) -> None:
         size = _window_bytes(device.memory_limit) + 8 * _SLACK_ROWS
         self.memory = [device.allocate(size) for _ in range(_BUFFERS)]
-        self._copies = [device.new_stream() for _ in range(_BUFFERS)]
+        self._copies = [device.new_stream(urgent=True) for _ in range(_BUFFERS)]
         self._lock = threading.Lock()
         self._free = deque(range(_BUFFERS))
         self._waiting: deque[_Window] = deque()

@@ -32,6 +32,9 @@ _RESULTS_SHARE: Final = 1 / 8
 _DEVICE: Final = 0
 #: Bytes of each block's shared memory that CUDA reserves.
 _RESERVED_BYTES: Final = 1024
+# Priorities of streams: the lowest there is, and one above it.
+_PATIENT: Final = 0
+_URGENT: Final = -1
 # Numbers of the driver and of the runtime.
 _DYNAMIC_SHARED_SIZE: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _HOST_TO_DEVICE: Final = 1  # cudaMemcpyHostToDevice
@@ -91,16 +94,17 @@ class StreamContext:
         cuda: ``cupy.cuda``.
         functions: from `driver_calls.driver_functions`.
         allocate: `CudaDevice.allocate`.
+        priority: of the stream's kernels.
     """
 
     def __init__(
-        self, cuda: Any, functions: NDArray[np.void], allocate: Callable[[int], Any]
+        self, cuda: Any, functions: NDArray[np.void], allocate: Callable[[int], Any], priority: int
     ) -> None:
         self._cuda = cuda
         self.functions = functions
         """Record of `driver_calls.DRIVER`."""
         self._allocate = allocate
-        self.stream = cuda.Stream(non_blocking=True)
+        self.stream = cuda.Stream(non_blocking=True, priority=priority)
         self.handle = int(self.stream.ptr)
         """The driver's handle of the stream."""
         self._events: dict[str, Any] = {}
@@ -355,9 +359,14 @@ class CudaDevice:
 
         return unlock
 
-    def new_stream(self) -> StreamContext:
-        """Create a stream that `stream` does not lend."""
-        return StreamContext(self.cupy.cuda, self.functions, self.allocate)
+    def new_stream(self, *, urgent: bool) -> StreamContext:
+        """Create a stream that `stream` does not lend.
+
+        As blocks of a kernel end, those of kernels of urgent streams take their place first.
+        Searches always have something to compute and are not urgent, so calls hardly wait for them.
+        """
+        priority = _URGENT if urgent else _PATIENT
+        return StreamContext(self.cupy.cuda, self.functions, self.allocate, priority)
 
     @contextmanager
     def stream(self) -> Iterator[StreamContext]:
@@ -365,7 +374,7 @@ class CudaDevice:
         self.use()
         with self._lock:
             context = self._idle.pop() if self._idle else None
-        context = context or self.new_stream()
+        context = context or self.new_stream(urgent=True)
         try:
             yield context
         finally:

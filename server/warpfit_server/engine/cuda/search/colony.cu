@@ -48,7 +48,6 @@ struct Colony {
   double first_squares;      // and that of weights times its square
   int formulas;
   int island;
-  int islands;
   int sizes;
   int rows;
   int first_rows;
@@ -183,7 +182,7 @@ __device__ __forceinline__ void read_child(const Colony& own, int child, Formula
 
 // The best a + b f of a formula, from sums over rows of f - pivot.
 struct Line {
-  double pivot, slope, own_mean, squares, products;
+  double pivot, slope, own_mean, products;
   double errors;  // of f itself, if neither slope nor intercept is fitted
   bool varies;
 };
@@ -222,7 +221,7 @@ __device__ __noinline__ Line line_of(const Colony& own, const Formula& formula, 
   const double deviation = sqrt(squares / weight);
   line.varies = deviation > LEAST_DEVIATION && deviation < MOST_DEVIATION &&
                 deviation > own.least_spread * fabs(line.own_mean);
-  line.squares = squares, line.products = products, line.slope = products / squares;
+  line.products = products, line.slope = products / squares;
   return line;
 }
 

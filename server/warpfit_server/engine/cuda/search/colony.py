@@ -206,7 +206,7 @@ class CudaColony:
         self._sizes = int(grammar[genome.MAX_SIZE]) + 1
         rows = len(screening.target)
         self._chunk = max(_THREADS, min(_CHUNK, settings.formulas, _ROWS_IN_CHUNK // rows))
-        self._context = device.new_stream()
+        self._context = device.new_stream(urgent=False)
         self._memory: list[Any] = []
         self._scored = 0
         self._own = self._record(grammar, units, screening)
@@ -244,7 +244,7 @@ class CudaColony:
             own[name] = self._allocate(array.nbytes)
             self._upload(int(own[name][0]), array)
         own["seed"], own["mask"], own["formulas"] = settings.seed, _TRIED - 1, count
-        own["island"], own["islands"], own["sizes"] = settings.island, settings.islands, sizes
+        own["island"], own["sizes"] = settings.island, sizes
         own["matrix"], own["pitch"] = self._resident.columns.data.ptr, self._resident.stride
         own["rows"], own["first_rows"] = len(target), screening.first_rows
         own["fitted"], own["spread"] = screening.fitted, screening.spread

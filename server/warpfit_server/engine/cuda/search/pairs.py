@@ -120,7 +120,7 @@ class CudaWeigher:
         self._real = np.dtype(np.float64 if self._is_double else np.float32)
         module = pairs_source(self._is_double).load(device)
         self._functions = {name: module.get_function(name) for name in KERNELS}
-        self._context = device.new_stream()
+        self._context = device.new_stream(urgent=False)
         self._memory: dict[str, Any] = {}
 
     def close(self) -> None:

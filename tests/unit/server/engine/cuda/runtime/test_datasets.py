@@ -122,14 +122,14 @@ class FakeDevice:
 
         return unlock
 
-    def new_stream(self) -> Stream:
+    def new_stream(self, *, urgent: bool) -> Stream:
         self.streams.append(Stream(self))
         return self.streams[-1]
 
     @contextmanager
     def stream(self):
         self.used += 1
-        context = self.new_stream()
+        context = self.new_stream(urgent=True)
         try:
             yield context
         finally:
