@@ -143,7 +143,7 @@ def test_a_formula_that_is_better_takes_a_place(engine):
 def best_after(engine, data, request, fits, seed):
     """Return the best formula of each size after some generations with so many fits an island."""
     engine.load(data)
-    settings = replace(SETTINGS, island=40, seed=seed)
+    settings = replace(SETTINGS, island=40, seed=seed, tries=1)
     colony = new_colony(engine, data, request, settings)
     run_to_end(colony.populate())
     for _ in range(30):

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Population, pieces
 from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, VARIABLE
+from warpfit_server.engine.interface import Steps
 
 Floats: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.int64]
@@ -86,7 +87,7 @@ def tokens(codes: Any, values: Any = 0.0) -> Population:
 # --------------------------------------------------------------------------------------- library
 
 
-def library(operators: Sequence[str], columns: Sequence[int], most: int) -> Population:
+def library(operators: Sequence[str], columns: Sequence[int], most: int) -> Steps[Population]:
     """Return short formulas, about ``most``, shortest first; some have the same values.
 
     Args:
@@ -97,14 +98,19 @@ def library(operators: Sequence[str], columns: Sequence[int], most: int) -> Popu
     rng = np.random.default_rng(1)
     share = max(most // 7, 1)
     powers = _products(operators, columns, share)
+    yield None
     plain = _products(operators, columns, share, (-1, 1))
+    yield None
     sums = _shortest_first(_sums(operators, powers, share, rng))
+    yield None
     unary = [name for name in operators if OPERATORS[name].arity == 1]
     algebraic = [name for name in unary if name in _ALGEBRAIC]
     others = [name for name in unary if name not in _ALGEBRAIC]
     rooted = [name for name in unary if name not in _ALGEBRAIC or name == "sqrt"]
+    trees = _small_trees(operators, columns, share, rng)
+    yield None
     found = [
-        _small_trees(operators, columns, share, rng),
+        trees,
         powers,
         sums,
         _functions(rooted, joined([plain, powers]), 2 * share),

@@ -80,6 +80,8 @@ _SPREADS: Final = 0.2 * _RATIO ** np.arange(10)
 #: Steps of the golden section by which scales are sharpened.
 _SECTIONS: Final = 16
 _GOLDEN: Final = 0.5 * (math.sqrt(5.0) - 1.0)
+#: Numbers of terms and rows of pairs that are fitted in one step, which takes some 2 ms.
+_FITTED_NUMBERS: Final = 1 << 17
 #: Errors below this are rounding.
 _LEAST_ERROR: Final = 1e-12
 #: Most tokens of a term of a sum that comes from the library, and most terms.
@@ -149,16 +151,17 @@ class Table:
         """Tokens of each formula."""
         return self.formulas.lengths.astype(np.int64)
 
-    def reciprocals(self) -> Table:
-        """Return 1/f of each f that is not too close to 0."""
-        parts = [self[:0]]
+    def with_reciprocals(self) -> Steps[Table]:
+        """Return the formulas f that differ, with 1/f of each f that is not too close to 0."""
+        parts = [self]
         for start in range(0, len(self), PAIRS_EVALUATED):
             some = self[start : start + PAIRS_EVALUATED]
             some = some[np.abs(some.values).min(axis=1) > ROUND]
             part = Table.of(some.formulas, 1.0 / some.values.astype(float))
             scales = part.scales / some.scales
             parts.append(Table(part.formulas, part.values, scales, ~part.inverted, part.argument))
-        return Table.merged(parts)
+            yield None
+        return Table.merged(parts).distinct()
 
     def distinct(self) -> Table:
         """Order by size, and leave out what has the values, to a factor, of one before."""
@@ -252,9 +255,9 @@ class PairSearch:
         if size == self._size:
             return
         self._size, self._functions = size, None
-        known = yield from self._table(library(self._names, self._used, size))
+        known = yield from self._table((yield from library(self._names, self._used, size)))
         if "div" in self._names:
-            known = Table.merged([known, known.reciprocals()]).distinct()
+            known = yield from known.with_reciprocals()
         self.known, self._prepared = known, {"known": self._prepare(known)}
         yield None
 
@@ -345,14 +348,13 @@ class PairSearch:
         ):
             own = terms[places]
             sums = _Selection(self.views[0], own, self._screened, symbols, self.width)
-            yield None
+            yield from sums.prepare()
             chosen = yield from sums.selected(begun)
             for score, members in chosen:
-                inner = fitter.sum_of([own[[place]] for place in members])
+                inner = yield from fitter.sum_of([own[[place]] for place in members])
                 if inner.lengths[0] <= self.width:
                     found.append(Sum(kind, len(members), score, inner))
             begun = [places[members].tolist() for _, members in chosen]
-            yield None
         return found
 
     def weighed(
@@ -478,7 +480,7 @@ class PairSearch:
                 yield None
         return Table.merged(tables).distinct()
 
-    def sharpened(self, table: Table, errors: Callable[[Table], Floats]) -> Steps[Table]:
+    def sharpened(self, table: Table, errors: Callable[[Table], Steps[Floats]]) -> Steps[Table]:
         """Find better scales of functions f(c u) by a golden section; others stay."""
         scaled, formulas = np.flatnonzero(table.argument >= 0), table.formulas
         first = formulas.starts[:-1][scaled]
@@ -499,22 +501,21 @@ class PairSearch:
             own = Population(formulas.codes, numbers, formulas.lengths)
             return Table(own, singles, scales, table.inverted, table.argument)
 
-        def error(places: Floats) -> Floats:
+        def error(places: Floats) -> Steps[Floats]:
             with np.errstate(all="ignore"):
-                return errors(at(np.exp(places)))[scaled]
+                moved = at(np.exp(places))
+            return (yield from errors(moved))[scaled]
 
         low, high = (np.full(len(scaled), side * math.log(_RATIO)) for side in (-1, 1))
         left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-        of_left, of_right = error(left), error(right)
-        for section in range(_SECTIONS):
+        of_left, of_right = (yield from error(left)), (yield from error(right))
+        for _ in range(_SECTIONS):
             rises = of_left <= of_right
             low, high = np.where(rises, (low, right), (left, high))
             fresh = low + high - np.where(rises, left, right)
-            of_fresh = error(fresh)
+            of_fresh = yield from error(fresh)
             left, right = np.where(rises, (fresh, left), (right, fresh))
             of_left, of_right = np.where(rises, (of_fresh, of_left), (of_right, of_fresh))
-            if section % 4 == 0:
-                yield None
         return at(np.exp(0.5 * (low + high)))
 
 
@@ -562,27 +563,26 @@ class _Fitter:
             return found
         _, places = yield from self._best(None, is_product=False)
         v = yield from self._sharpened(places, None, is_product=False)
-        found.append(self._solved([(v.written(), v.term())]))
+        found.append((yield from self._solved([(v.written(), v.term())])))
         for left in lefts:
             if multiplies and len(left):
                 one, places = yield from self._best(left, is_product=True)
                 u = left[one]
                 v = yield from self._sharpened(places, u, is_product=True)
-                found.append(self._solved([(_product(u, v), _times(u, v))]))
+                found.append((yield from self._solved([(_product(u, v), _times(u, v))])))
                 if adds:
-                    found.append(self._shifted(u, v))
-                yield None
+                    found.append((yield from self._shifted(u, v)))
             if adds and len(left):
                 one, places = yield from self._best(left, is_product=False)
                 u = left[one]
                 v = yield from self._sharpened(places, u, is_product=False)
-                found.append(self._solved([(w.written(), w.term()) for w in (u, v)]))
-                yield None
+                both = [(w.written(), w.term()) for w in (u, v)]
+                found.append((yield from self._solved(both)))
         return found
 
-    def sum_of(self, terms: Sequence[Table]) -> Population:
+    def sum_of(self, terms: Sequence[Table]) -> Steps[Population]:
         """Return the best sum of some terms, one formula in each table."""
-        return self._solved([(term.written(), term.term()) for term in terms]).inner
+        return (yield from self._solved([(term.written(), term.term()) for term in terms])).inner
 
     def _best(self, left: Table | None, *, is_product: bool) -> Steps[tuple[Indices, Indices]]:
         right, kept = self.prepared, self.kept
@@ -598,15 +598,15 @@ class _Fitter:
         if not self.sharpens:
             return v
 
-        def errors(v: Table) -> Floats:
+        def errors(v: Table) -> Steps[Floats]:
             term = _times(u, v) if u is not None and is_product else v.term()
-            return self._fit([term, *([] if u is None else [u.term()])])[0]
+            return (yield from self._fit([term, *([] if u is None else [u.term()])]))[0]
 
         return (yield from self.search.sharpened(v, errors))
 
-    def _solved(self, terms: Sequence[tuple[Population, Term]]) -> _Found:
+    def _solved(self, terms: Sequence[tuple[Population, Term]]) -> Steps[_Found]:
         """Fit t = a + b (base + c term + ...)."""
-        errors, a, slopes = self._fit([term for _, term in terms])
+        errors, a, slopes = yield from self._fit([term for _, term in terms])
         written = [*self._bases(len(a)), *(formulas for formulas, _ in terms)]
         inner = written[0]
         with np.errstate(all="ignore"):
@@ -615,9 +615,9 @@ class _Fitter:
             inner = self._sum(inner, formulas, ratio)
         return _Found(inner, errors, a, slopes[0])
 
-    def _shifted(self, u: Table, v: Table) -> _Found:
+    def _shifted(self, u: Table, v: Table) -> Steps[_Found]:
         """Fit t = a + b (base + d u (v + c))."""
-        errors, a, slopes = self._fit([_times(u, v), u.term()])
+        errors, a, slopes = yield from self._fit([_times(u, v), u.term()])
         with np.errstate(all="ignore"):
             shift, ratio = slopes[-1] / slopes[-2], slopes[1] / slopes[0]
         errors[~(np.abs(shift) >= ROUND * v.scales)] = np.inf  # The product alone is as good.
@@ -630,25 +630,32 @@ class _Fitter:
     def _bases(self, count: int) -> list[Population]:
         return [self.base.written()[np.zeros(count, np.int64)]] if len(self.base) else []
 
-    def _fit(self, terms: Sequence[Term]) -> tuple[Floats, Floats, Floats]:
+    def _fit(self, terms: Sequence[Term]) -> Steps[tuple[Floats, Floats, Floats]]:
         """Solve for t = a + b1 base + ...: return errors and a [pairs], and b [terms, pairs]."""
         count, view = len(terms[0][1]), self.view
         bases = [self.base[np.zeros(count, np.int64)].term()] if len(self.base) else []
         terms, roots = [*bases, *terms], np.sqrt(view.weights)
+        target, errors, slopes = view.target * roots, np.empty(count), np.empty((count, len(terms)))
+        means = np.empty((count, len(terms)))
+        some = max(1, _FITTED_NUMBERS // (len(terms) * len(target)))
+        for part in (slice(first, first + some) for first in range(0, count, some)):
+            with np.errstate(all="ignore"):
+                design = np.stack([values[part] for values, _ in terms], axis=1)
+                means[part] = design @ view.weights
+                design -= means[part, :, None]
+                design *= roots
+                gram = design @ design.transpose(0, 2, 1)
+                # Columns that are equal or constant make it singular, values that overflow no
+                # number.
+                ridge = 1e-12 * np.trace(gram, axis1=1, axis2=2) + 1e-30
+                gram += ridge[:, None, None] * np.eye(len(terms))
+                gram = np.where(np.isfinite(gram), gram, np.eye(len(terms)))
+                slopes[part] = np.linalg.solve(gram, (design @ target)[:, :, None])[:, :, 0]
+                left = (slopes[part, None] @ design)[:, 0] - target
+                errors[part] = np.square(left).sum(axis=1)
+            yield None
         with np.errstate(all="ignore"):
-            columns = np.stack([values for values, _ in terms], axis=2)
-            means = np.einsum("prk,r->pk", columns, view.weights)
-            design = (columns - means[:, None]) * roots[:, None]
-            target = view.target * roots
-            gram = design.transpose(0, 2, 1) @ design
-            # Columns that are equal or constant make it singular, values that overflow no number.
-            ridge = 1e-12 * np.trace(gram, axis1=1, axis2=2) + 1e-30
-            gram += ridge[:, None, None] * np.eye(len(terms))
-            gram = np.where(np.isfinite(gram), gram, np.eye(len(terms)))
-            right = (design.transpose(0, 2, 1) @ target)[:, :, None]
-            slopes = np.linalg.solve(gram, right)[:, :, 0]
-            errors = np.square(np.einsum("prk,pk->pr", design, slopes) - target).sum(axis=1)
-            slopes = slopes * view.spread
+            slopes *= view.spread
             a = view.mean - (slopes * means).sum(axis=1)
             return errors, a, slopes.T / np.stack([scales for _, scales in terms])
 
@@ -696,14 +703,13 @@ class _Selection:
     def __init__(self, view: View, terms: Table, rows: int, symbols: int, width: int) -> None:
         some = slice(0, rows)
         weights = view.weights[some] / view.weights[some].sum()
-        fit = Fit.of(view.target[some], weights, np.empty((0, rows)), False)
-        starts = range(0, max(len(terms), 1), PAIRS_EVALUATED)
-        parts = (terms.values[start : start + PAIRS_EVALUATED, some] for start in starts)
-        self._columns = np.concatenate([fit.sides(part).own.astype(np.float32) for part in parts])
-        """Unit rows of the terms without the constant, or 0; [terms, rows]."""
-        self._vary = self._columns.any(axis=1)
-        self._target = self._columns @ fit.target.astype(np.float32)
-        self._square = float(fit.target @ fit.target)
+        self._fit = Fit.of(view.target[some], weights, np.empty((0, rows)), False)
+        self._columns = np.empty((len(terms), rows), np.float32)
+        """Unit rows of the terms without the constant, or 0; `prepare` computes them."""
+        self._vary = np.zeros(len(terms), bool)
+        self._target = np.zeros(len(terms), np.float32)
+        """Their products with the target."""
+        self._square = float(self._fit.target @ self._fit.target)
         none = np.empty((0, len(view.target)))
         self._whole, self._values = Fit.of(view.target, view.weights, none, False), terms.values
         self._sizes = terms.sizes + 2 * terms.inverted
@@ -711,6 +717,16 @@ class _Selection:
         self._products: dict[int, Singles] = {}
         """Products of a term with all terms."""
         self._bases: dict[tuple[int, ...], tuple[Floats, Floats, Floats]] = {}
+
+    def prepare(self) -> Steps[None]:
+        """Compute what all sums need, before the first one."""
+        for start in range(0, len(self._columns), PAIRS_EVALUATED):
+            some = slice(start, start + PAIRS_EVALUATED)
+            columns = self._fit.sides(self._values[some, : self._columns.shape[1]]).own
+            self._columns[some] = columns
+            self._vary[some] = columns.any(axis=1)
+            self._target[some] = self._columns[some] @ self._fit.target.astype(np.float32)
+            yield None
 
     def selected(self, known: Sequence[list[int]]) -> Steps[list[tuple[float, list[int]]]]:
         """Return the scores of the best sums and the places of their terms, by their number.
@@ -721,8 +737,10 @@ class _Selection:
         found: list[tuple[float, list[int]]] = []
         beam: list[tuple[float, list[int]]] = [(math.inf, [])]
         for count in range(1, min(_MOST_SUMMED, len(self._sizes)) + 1):
-            longer = [self._extended(places) for _, places in beam]
-            longer += [(self._score(places), places) for places in known if len(places) == count]
+            longer = [(self._score(places), places) for places in known if len(places) == count]
+            for _, places in beam:
+                longer.append(self._extended(places))
+                yield None
             beam = []
             for score, places in {
                 frozenset(places): (score, places) for score, places in longer
@@ -739,10 +757,10 @@ class _Selection:
             found.append(min(beam))
         for count in range(len(found) - 1, 0, -1):
             _, more = found[count]
-            fewer = [[each for each in more if each != place] for place in more]
-            scored = ((self._score(each), each) for each in fewer)
-            found[count - 1] = min([found[count - 1], *scored])
-            yield None
+            for place in more:
+                fewer = [each for each in more if each != place]
+                found[count - 1] = min(found[count - 1], (self._score(fewer), fewer))
+                yield None
         return found
 
     def _score(self, places: Sequence[int]) -> float:

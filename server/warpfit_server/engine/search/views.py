@@ -210,9 +210,9 @@ def factor_exponents(X: Floats, target: Floats, weights: Floats) -> Mapping[int,
     centred = logs[usable][:, rows]
     centred -= centred.mean(axis=1, keepdims=True)
     design = np.vstack([np.ones(rows.sum()), centred, centred[first] * centred[second]]).T
-    slopes, *_ = np.linalg.lstsq(design, response[rows], rcond=None)
-    left = response[rows] - design @ slopes
     inverse = np.linalg.pinv(design.T @ design)
+    slopes = inverse @ (design.T @ response[rows])
+    left = response[rows] - design @ slopes
     errors = np.sqrt(np.diag(inverse) * (left @ left) / (len(left) - count)) + 1e-9
     curved = np.abs(slopes) > _ERRORS * errors + _NEAR_HALVES
     bent = np.zeros(len(usable), bool)

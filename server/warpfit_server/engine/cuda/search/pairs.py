@@ -75,6 +75,9 @@ def load(device: CudaDevice) -> None:
     cpu_pairs.load()
     source = pairs_source(device.compute_capability in _HAVE_DOUBLES)
     source.cached(device.architecture, device.cache_directory)
+    device.use()
+    number = device.cupy.ndarray((1, 1), np.dtype(np.float32), memptr=device.allocate(4))
+    device.cupy.matmul(number, number.T, out=number)  # which loads cuBLAS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
