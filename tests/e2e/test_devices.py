@@ -157,3 +157,25 @@ def test_the_progress_of_a_split_fit_is_that_of_all_parts(pair):
         assert {progress.searches for progress in seen} == {100}
         assert max(progress.active for progress in seen) <= 100
         assert (np.ptp(fit.loss), fit.loss[0]) == (0.0, fit.loss[99]), "the same fit in all parts"
+
+
+def test_a_search_by_time_runs_on_all_engines_and_outlives_one(pair):
+    """One with a budget in generations, which a seed repeats, runs on one of them."""
+    with warpfit.connect(pair.address) as client, client.upload(X[:300], Y[:300]) as data:
+        eventually(lambda: serving(client) == {"cpu:0": True, "cpu:1": True})
+        options = {"pairs": False, "population": 96, "islands": 3}
+        one = client.search(data, seconds=60.0, generations=2, **options)
+        assert one.timings.device in ("cpu:0", "cpu:1")
+        reports = []
+
+        def report(progress):
+            if not reports:
+                pair.kill_engine(1)
+            reports.append(progress.tried)
+
+        found = client.search(data, seconds=5.0, progress=report, **options)
+        assert (found.reason, found.interruptions) == ("time", 0)
+        assert sorted(found.timings.device.split(",")) == ["cpu:0", "cpu:1"]
+        assert len(reports) > 1
+        assert found.tried >= reports[-1] > reports[0] > one.tried
+        eventually(lambda: serving(client) == {"cpu:0": True, "cpu:1": True})

@@ -187,6 +187,48 @@ class Router:
             raise
         return request if sent[0] is request else SplitRequest(request, sent)
 
+    def free_engines(self, nanoseconds: int) -> list[int]:
+        """Return the engines that serve and have less outstanding work than this."""
+        outstanding = self._table.work()
+        return [
+            number
+            for number, connection in enumerate(self._connections)
+            if connection.is_open
+            and self._labels[number] in self.serving
+            and outstanding[number] < nanoseconds
+        ]
+
+    def start_search(
+        self, requests: Sequence[InFlightRequest], data: KnownDataset, nanoseconds: int
+    ) -> list[InFlightRequest]:
+        """Send a search to an engine, and others to engines that are free, as far as there are any.
+
+        Returns what was sent, which the caller must close. Raises as `start` does, for the first.
+        """
+        first = self.start(requests[0], data, nanoseconds)
+        assert isinstance(first, InFlightRequest)  # it is one program
+        sent, others = [first], requests[1:]
+        free = [n for n in self.free_engines(nanoseconds) if self._labels[n] != first.device]
+        for request, number in zip(others, free, strict=False):
+            pool = self._connections[number].pool
+            request.alone = self._suspects.check(request.evaluation.dataset_id, request.digest)
+            try:
+                segment = pool.acquire(request.segment_layout.nbytes, request.tenant)
+                try:
+                    request.write(segment)
+                    self._send(request, data, nanoseconds, [number])
+                except BaseException:
+                    pool.release(segment)
+                    raise
+            except (ResourceExhaustedError, UnavailableError):  # the search goes on without it
+                continue
+            except BaseException:
+                for each in sent:
+                    each.close()
+                raise
+            sent.append(request)
+        return sent
+
     def place(self, data: KnownDataset, loads: Callable[[int], int]) -> None:
         """Have one engine load a new data set, where that has room for it.
 

@@ -27,6 +27,7 @@ from warpfit_server.data.uploads import DataFolder, Upload, UploadStore
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import InFlightRequest
 from warpfit_server.ipc.messages import FoundDataset
+from warpfit_server.ipc.parallel_search import ParallelSearch, seeded
 from warpfit_server.ipc.quarantine import KnownSuspects
 from warpfit_server.ipc.registry import KnownDataset, Registry
 from warpfit_server.ipc.router import Router, SplitRequest
@@ -232,7 +233,7 @@ class Servicer:
                 return codec.fit_to_bytes(FitResult(**arrays, timings=timings))
 
     def search(self, message: bytes, context: Call) -> Answer:
-        """Decode, check and admit a search, send it to an engine, and stream progress and end.
+        """Decode, check and admit a search, send it to engines, and stream progress and end.
 
         It counts as no engine time in the queue: requests that come later have turns beside it.
         """
@@ -248,13 +249,20 @@ class Servicer:
             with self._registry.use(key) as data:
                 size = check_search(search, data.layout, limits, admission.most_bytes)
                 with admission.searching(tenant, limits):
-                    context.reserve(size, 0)
+                    free = len(self._router.free_engines(_SEARCH_NANOSECONDS))
+                    searches = seeded(search, max(1, min(free, admission.most_bytes // size)))
+                    context.reserve(size * len(searches), 0)
                     stop = _stop_in_time(context.time_remaining(), _SEARCH_ANSWER_SHARE)
-                    request = InFlightRequest.of_search(search, data.layout, stop, tenant)
+                    of_one = partial(
+                        InFlightRequest.of_search, layout=data.layout, deadline=stop, tenant=tenant
+                    )
                     record.decode = time.monotonic_ns() - arrived
                     context.end_turn()
                     context.check_wanted()
-                    in_flight = self._router.start(request, data, _SEARCH_NANOSECONDS)
+                    requests = [of_one(each) for each in searches]
+                    sent = self._router.start_search(requests, data, _SEARCH_NANOSECONDS)
+                    is_score = search.loss_function.is_score
+                    in_flight = ParallelSearch(sent, is_score=is_score)
                     try:
                         context.on_end(in_flight.cancel)
                         data.call_on_withdrawal(in_flight.cancel)
@@ -270,9 +278,7 @@ class Servicer:
             self._registry.forget(key)
             raise
 
-    def _stream_search(
-        self, in_flight: InFlightRequest | SplitRequest, record: CallRecord
-    ) -> Answer:
+    def _stream_search(self, in_flight: ParallelSearch, record: CallRecord) -> Answer:
         """Send progress, and return the last message."""
         last = b""
         while True:
@@ -286,7 +292,7 @@ class Servicer:
                 return last + search_codec.search_end(self._record_answer(in_flight, record))
 
     def _record_answer(
-        self, in_flight: InFlightRequest | SplitRequest, record: CallRecord
+        self, in_flight: InFlightRequest | SplitRequest | ParallelSearch, record: CallRecord
     ) -> Timings:
         """Record the timings of a finished call; return the answer for its caller.
 
