@@ -83,6 +83,8 @@ class Equation:
     length of the structure (`warpfit.searching.structure_length`), and ``surprise``
     whatever a formula leaves. NaN where a formula leaves less than a
     hundredth of the variance of these rows, and for losses that are no squares."""
+    structure_length: float = 0.0
+    """Part of ``predictive_length`` that the structure counts; 0 for the linear regression."""
     surprise: float = 0.0
     """Nats that a choice adds to ``description_length``. A formula of squares that leaves more
     than a hundredth of the variance has 15 if it is a surprise on rows unlike all others, whose
@@ -117,6 +119,7 @@ def build_front(
     null: Program | None = None,
     surprise: Callable[[Program, float], float] = lambda _program, _excess: 0.0,
     is_unpaid: Callable[[Program, float], bool] = lambda _program, _excess: False,
+    structure: Callable[[Program], float] = lambda _program: 0.0,
 ) -> list[Equation]:
     """Rank formulas by complexity, and leave out those that a simpler one equals in loss.
 
@@ -137,6 +140,7 @@ def build_front(
         surprise: returns `Equation.surprise` of a program and its loss above ``floor``.
         is_unpaid: tells of a program and its loss above ``floor`` whether the rows are too few for
             so long a formula.
+        structure: returns `Equation.structure_length` of a program.
 
     """
     predictive = predictive or {}
@@ -159,6 +163,7 @@ def build_front(
             latex="",
             is_supported=program.variables == 0 or not (is_refuted or is_unpaid(program, excess)),
             predictive_length=predictive.get(program, math.nan),
+            structure_length=structure(program),
             is_linear_regression=program == null,
         )
 
@@ -203,13 +208,26 @@ def _by_prediction(front: Sequence[Equation]) -> Equation:
     known = [e for e in front if not math.isnan(e.predictive_length)]
     if not known:
         return SELECTIONS["description_length"](front)
-    null = [equation for equation in known if equation.is_linear_regression]
-    limit = null[0].predictive_length if null else math.inf
-    better = [equation for equation in known if equation.predictive_length < limit - _ALIKE]
-    known = better or null or known
+    null = next((equation for equation in known if equation.is_linear_regression), None)
+    if null is not None:
+        known = [each for each in known if each is not null and _beats(each, null)] or [null]
     least = min(equation.predictive_length for equation in known)
     near = [e for e in known if not e.predictive_length > least + _ALIKE]
     return min(near, key=lambda equation: (equation.surprise > 0.0, equation.choice_length))
+
+
+def _beats(equation: Equation, null: Equation) -> bool:
+    """Tell whether a formula is chosen before the linear regression.
+
+    It predicts better by what its structure counts, or as well as the rows can tell: in the
+    cross-validation without its structure, and on the rows that no fit has seen.
+    """
+    if equation.predictive_length < null.predictive_length - _ALIKE:
+        return True
+    predicts_better = equation.predictive_length - equation.structure_length < (
+        null.predictive_length - null.structure_length
+    )
+    return predicts_better and equation.r2_held_out > null.r2_held_out
 
 
 #: Criteria that choose an equation of a front.

@@ -127,7 +127,8 @@ class SymbolicRegressor(FormulaRegressor):
         best: a cross-validation fits the constants to other rows, the structure's tokens count,
         too, and so does a value that no row makes expect, on rows unlike all others. The null model
         is the linear regression of all variables, whose structure counts nothing: it is chosen
-        unless another equation predicts better by two nats and what its own structure counts. Of
+        unless another equation predicts better by two nats and what its own structure counts, or
+        predicts better both in the cross-validation and on the rows that no fit has seen. Of
         equations that predict alike, within two nats, the shortest is chosen. Linear regression
         takes part for 40 rows or more, at most 30 variables, half as many as rows, losses of
         squares, and where there are "add" and "mul" and neither constraints, dimensionless

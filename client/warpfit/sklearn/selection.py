@@ -7,7 +7,8 @@ A search that tries many formulas finds one that fits noise, so that losses alon
 2. Of data with noise a cross-validation says how well a formula predicts rows that its constants
    have not seen. The structure was found on nearly all of them, so that its length is added.
 3. Nothing has chosen the linear regression of all variables. So its structure counts nothing, and
-   a formula has to predict better by what its own structure counts: it is the null model.
+   a formula has to predict better by what its own structure counts, or to predict better both in
+   the cross-validation and on the rows that no fit has seen: it is the null model.
 4. No row tells of a formula that explodes on the next one. Rows that are made up do.
 
 `warpfit.sklearn.equations` chooses by these numbers.

@@ -685,6 +685,7 @@ class TargetSearch:
             self.selection.null,
             self.selection.surprise,
             self.selection.is_unpaid,
+            self.selection.structure_length,
         )
         if not isinstance(self.form, TemplateForm):
             return front

@@ -241,6 +241,29 @@ def test_a_formula_is_chosen_that_predicts_better_than_linear_regression(own, ch
 
 
 @pytest.mark.parametrize(
+    ("r2", "structure", "chosen"),
+    [
+        (0.51, 3.5, 0),  # better on rows that no fit has seen, and in the cross-validation
+        (0.49, 3.5, 1),
+        (0.51, 1.5, 1),
+        (math.nan, 3.5, 1),
+    ],
+)
+def test_linear_regression_is_not_chosen_where_a_formula_predicts_all_rows_better(
+    r2, structure, chosen
+):
+    programs = [parse("exp(x1)"), parse("x1 + 2*x2 + 3*x3 + 4*x4")]
+    found = list(zip(programs, [1.5, 1.2], [r2, 0.5], strict=True))
+    lengths = dict(zip(programs, [33.0, 31.0], strict=True))
+    counted = dict(zip(programs, [structure, 0.0], strict=True))
+    front = build_front(
+        found, len, texts, length, 2.0, predictive=lengths, null=programs[1],
+        structure=counted.__getitem__,
+    )  # fmt: skip
+    assert front[selected(front, "prediction")].program == programs[chosen]
+
+
+@pytest.mark.parametrize(
     ("losses", "wanted"),
     [
         # On rows that the search did not compare they may have no value.
