@@ -70,6 +70,8 @@ _BIAS: Final = 5e-3
 _STRAYING: Final = 15.0
 _ROOM: Final = 0.25
 _BEYOND: Final = 0.5
+#: Part of a number, or of its variable's range, that nobody measures.
+_UNMEASURED: Final = 1e-7
 #: Boxes of the variables' ranges in which poles are looked for.
 _BOXES: Final = 512
 
@@ -379,6 +381,21 @@ class Selection:
         return reduce(partial(Program.apply, "add"), [*terms, Program.constant(intercept)])
 
     # Rows that are made up.
+
+    def hangs_on_rounding(self, program: Program) -> bool:
+        """Tell whether digits of the data that nobody measures decide a formula's values.
+
+        The sine of a huge number is such a formula: it has any value, as a random number.
+        """
+        step = -(-len(self.training.target) // _JUDGED)
+        X = self.training.rows[::step].T
+        signs = np.random.default_rng(0).choice((-1.0, 1.0), size=X.shape)
+        size = np.minimum(np.abs(X), np.ptp(X, axis=1, keepdims=True))
+        moved = X + signs * _UNMEASURED * size
+        with np.errstate(all="ignore"):
+            change = reference.evaluate_program(program, moved)
+            change = change - reference.evaluate_program(program, X)
+            return bool(np.mean(np.square(change)) > _LEAST_NOISE * self._variance)
 
     def strays(self, program: Program) -> bool:
         """Tell whether a formula has values on rows unlike all others that are a surprise."""

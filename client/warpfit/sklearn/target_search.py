@@ -548,7 +548,9 @@ class TargetSearch:
 
     def _may_be_shown(self, program: Program) -> bool:
         if program not in self._allowed:
-            self._allowed[program] = program == self.selection.null or self.rules.allows(program)
+            self._allowed[program] = program == self.selection.null or (
+                self.rules.allows(program) and not self.selection.hangs_on_rounding(program)
+            )
         return self._allowed[program]
 
     def _shown(self, found: _Found) -> _Found:

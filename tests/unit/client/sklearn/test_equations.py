@@ -11,6 +11,7 @@ pytest.importorskip("sklearn")
 
 from warpfit import InvalidArgumentError, parse
 from warpfit.expressions.language import to_latex
+from warpfit.expressions.reference import evaluate_program
 from warpfit.losses import LossFunction, as_function, as_loss, poisson
 from warpfit.searching import structure_length
 from warpfit.sklearn import SymbolicRegressor, likelihood
@@ -180,6 +181,37 @@ def test_values_that_no_row_makes_expect_speak_against_a_formula(text, surprises
             parse(text), level
         )
         assert longer == pytest.approx(judge.surprise(parse(text), level))
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high", "hangs"),
+    [
+        ("sin(1e50*exp(x1))", 0, 3, True),
+        ("2 + 0.5*cos(3e9*x1*x2)", 0, 3, True),
+        ("tan(1e12*x1)", 0, 3, True),
+        ("sin(1e4*x1)", 0, 1, False),
+        ("x1 + x2", 1e6, 1e6 + 1, False),
+        ("(x1 - 1e6)^4", 1e6, 1e6 + 1, False),
+        ("1e-30*exp(60*x1)", 0, 3, False),
+        ("cos(1e15*x1)", 0, 1e-14, False),
+    ],
+)
+def test_no_formula_is_shown_that_hangs_on_the_rounding_of_the_data(text, low, high, hangs):
+    X = np.random.default_rng(0).uniform(low, high, size=(300, 2))
+    program = parse(text, ("x1", "x2"))
+    y = evaluate_program(program, X.T)
+    judge = Selection(
+        TrainingData(X, y, np.ones(300)), as_function(as_loss("mse")), Form(), len, 13, scale=1.0
+    )
+    assert judge.hangs_on_rounding(program) == hangs
+
+
+def test_a_pole_among_the_rows_does_not_hang_on_rounding():
+    x = np.logspace(-12, 3, 200)
+    training = TrainingData(x[:, None], 1 / x, np.ones(200))
+    judge = Selection(training, as_function(as_loss("mse")), Form(), len, 13, scale=1.0)
+    assert not judge.hangs_on_rounding(parse("1/x1"))
+    assert not judge.hangs_on_rounding(parse("log(x1)"))
 
 
 @pytest.mark.parametrize(
