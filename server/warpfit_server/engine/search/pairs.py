@@ -80,8 +80,8 @@ _SPREADS: Final = 0.2 * _RATIO ** np.arange(10)
 #: Steps of the golden section by which scales are sharpened.
 _SECTIONS: Final = 16
 _GOLDEN: Final = 0.5 * (math.sqrt(5.0) - 1.0)
-#: Numbers of terms and rows of pairs that are fitted in one step, which takes some 2 ms.
-_FITTED_NUMBERS: Final = 1 << 17
+#: Numbers of terms and rows of pairs that are fitted in one step, which takes a millisecond.
+_FITTED_NUMBERS: Final = 1 << 16
 #: Errors below this are rounding.
 _LEAST_ERROR: Final = 1e-12
 #: Most tokens of a term of a sum that comes from the library, and most terms.
