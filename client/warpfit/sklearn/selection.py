@@ -427,7 +427,7 @@ class Selection:
 
         Their variables come from different rows, and each is moved away from that of another row by
         up to half of their distance, which may be out of the variable's range. What has one sign
-        keeps it.
+        keeps it, and comes as much closer to 0 at most as a factor of 1.5.
         """
         first, rng = np.random.default_rng(0), np.random.default_rng(1)
         moved = []
@@ -437,8 +437,9 @@ class Selection:
             step = rng.uniform(0.0, _BEYOND, _JUDGED)
             further = own + step * (own - other)
             has_sign = column.min() >= 0.0 or column.max() <= 0.0
-            turned = has_sign & (further * own <= 0.0)
-            moved.append(np.where(turned, own / (1.0 + step), further))
+            nearer = own / (1.0 + step)
+            turned = has_sign & (further * np.sign(own) <= np.abs(nearer))
+            moved.append(np.where(turned, nearer, further))
         return np.stack(moved)
 
     @cached_property

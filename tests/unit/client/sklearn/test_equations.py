@@ -206,6 +206,16 @@ def test_no_formula_is_shown_that_hangs_on_the_rounding_of_the_data(text, low, h
     assert judge.hangs_on_rounding(program) == hangs
 
 
+def test_a_logarithm_is_no_surprise_where_a_positive_variable_comes_close_to_0():
+    x = np.repeat([0.02, 0.06, 0.11, 0.22, 0.56, 1.1], 4)
+    y = 30 * np.log(x) + 184 + np.random.default_rng(0).normal(0.0, 15.0, len(x))
+    training = TrainingData(x[:, None], y, np.ones(len(x)))
+    judge = Selection(training, as_function(as_loss("mse")), Form(), len, 13, scale=1.0)
+    assert not judge.strays(parse("30*log(x1) + 184"))
+    assert judge.strays(parse("1/(x1 - 0.4)"))
+    assert judge.strays(parse("exp(4*x1)"))
+
+
 def test_a_pole_among_the_rows_does_not_hang_on_rounding():
     x = np.logspace(-12, 3, 200)
     training = TrainingData(x[:, None], 1 / x, np.ones(200))
