@@ -125,6 +125,8 @@ def build_front(
 
     The formula of the least description length stays, whatever others of its complexity gain by
     more constants, and so do that of the least among those that predict best, and the null model.
+    A longer formula than that only decorates, and is left out, where a simpler one predicts new
+    rows as well, or where the rows are too few for it.
 
     Args:
         found: program, loss above ``floor``, and R^2 on rows held out, of each formula.
@@ -176,13 +178,19 @@ def build_front(
         stay += [e for e in equations if e.is_linear_regression]
         stay += [_by_prediction([e for e in equations if e.is_supported] or equations)]
     front: list[Equation] = []
-    last = math.inf
+    last = last_error = math.inf
     for equation in sorted(equations, key=lambda e: (e.complexity, max(e.excess, least))):
         size, level = equation.complexity, max(equation.excess, least)
         is_longer_or_worse = size > best.complexity or level > max(best.excess, least)
-        is_better = not front or (level < last and is_longer_or_worse)
+        # NaN, of an error that is not known, is no worse than another.
+        error = equation.predictive_length - equation.structure_length
+        decorates = size > best.complexity and (
+            error >= last_error or is_unpaid(equation.program, equation.excess)
+        )
+        is_better = not front or (level < last and is_longer_or_worse and not decorates)
         if not (is_better or any(equation is each for each in stay)):
             continue
+        last_error = last_error if math.isnan(error) else min(last_error, error)
         score = 0.0
         if front and size > front[-1].complexity:
             score = max(math.log(last / level), 0.0) / (size - front[-1].complexity)

@@ -282,6 +282,27 @@ def test_a_formula_is_chosen_that_predicts_better_than_linear_regression(own, ch
     assert front[selected(front, "prediction")] == min(front, key=lambda e: e.description_length)
 
 
+def test_what_only_decorates_is_not_among_the_equations():
+    texts_of = ("x1", "exp(x1)", "x1 + exp(x2)", "x1 + exp(sin(x2))", "x1 + exp(sin(x2)) - cos(x1)")
+    programs = [parse(text) for text in texts_of]
+    found = [(program, 2.0 / (1 + n), 0.5) for n, program in enumerate(programs)]
+    given = found, len, texts, lambda program, _: float(len(program)), 2.0
+
+    def kept(**options):
+        return [e.program for e in build_front(*given, **options)]
+
+    assert kept() == programs
+    # The rows are too few; the formula of the shortest description stays, whatever they pay for.
+    assert kept(is_unpaid=lambda program, _: len(program) > 2) == programs[:2]
+    assert kept(is_unpaid=lambda *_: True) == programs[:1]
+    # Of new rows a simpler one tells as much, where structures count nothing.
+    lengths = dict(zip(programs, [40.0, 30.0, 29.0, 32.0, 33.0], strict=True))
+    counted = dict(zip(programs, [0.0, 1.0, 2.0, 3.0, 7.0], strict=True))
+    options = {"predictive": lengths, "structure": counted.__getitem__}
+    assert kept(**options) == [*programs[:3], programs[4]]
+    assert kept(**options | {"predictive": lengths | {programs[4]: 34.5}}) == programs[:3]
+
+
 @pytest.mark.parametrize(
     ("r2", "structure", "chosen"),
     [
