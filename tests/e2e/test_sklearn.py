@@ -501,8 +501,8 @@ def test_a_formula_that_fits_the_noise_makes_no_law_of_it(search):
     guess = "x1 + " + " + ".join(f"0.01*x{column}" for column in range(2, 16))
     settings = {"operators": ("+", "*"), "max_size": 60, "held_out": 0.0}
     model = search(generations=0, guesses=[guess], **settings).fit(X, y)
-    assert model.equations_[-1].r2 > 0.99
     assert not np.isnan([equation.predictive_length for equation in model.front_]).any()
+    assert max(len(equation.program) for equation in model.front_) < 20  # it only decorates
     assert len(model.program_) < 10
 
 
