@@ -58,6 +58,8 @@ _REASONS: Final = {
 }
 #: Reasons for which a round is the last one.
 _ENDS: Final = ("tolerance", "callback")
+#: Generations that do not limit a search that has a time.
+_NO_LIMIT: Final = 500_000
 
 
 def search(stack: ExitStack, task: SearchTask) -> Found:
@@ -170,9 +172,11 @@ def _options(task: SearchTask, found: EngineFound, rounds: int) -> SearchOptions
     """Return the keywords of the engine's search, with a part of what is left for some rounds."""
     rules, constraints = task.rules, task.rules.constraints
     left = seconds_until(task.ends)
+    # One generation is the least that the engine does.
+    generations = max(1, (task.generations - found.generation) // rounds)
     options = SearchOptions(
-        # One generation is the least that the engine does.
-        generations=max(1, (task.generations - found.generation) // rounds),
+        # A search that time alone ends runs on all devices of a server.
+        generations=None if left is not None and generations >= _NO_LIMIT else generations,
         idle_generations=task.early_stopping,
         seconds=None if left is None else _SHARE * left / rounds,
         timeout=left,

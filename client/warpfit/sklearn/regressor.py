@@ -148,7 +148,8 @@ class SymbolicRegressor(FormulaRegressor):
         Formulas of all islands together, each of which has a child in a generation; None for as
         many as suit the engine.
     generations : int
-        Most generations. With 0 the engine pairs short formulas and breeds once.
+        Most generations. With 0 the engine pairs short formulas and breeds once. A million and
+        ``max_seconds`` let time alone end the search, which then runs on all devices of a server.
     max_size : int, optional
         Greatest complexity of a formula as it is shown, slope and intercept included; by default 29
         and, of the linear regression of all variables, any. One that is given holds for this, too.

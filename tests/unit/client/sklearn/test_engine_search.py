@@ -1,6 +1,7 @@
 """Requests that an estimator sends to the engine's search, and formulas that it reads back."""
 
 import math
+import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -102,6 +103,17 @@ def test_the_engine_is_asked_for_what_the_estimator_was_told(task):
     assert len(asked["guesses"]) == 1 and asked["guesses"].parameters.tolist() == [3.5]
     assert (found.reason, found.generation) == ("generations", 7)
     assert (found.tried, found.distinct) == (900, 800)
+
+
+@pytest.mark.parametrize(
+    ("generations", "seconds", "asked_for"),
+    [(10**6, 60.0, None), (10**6, math.inf, 10**6), (200, 60.0, 200)],
+)
+def test_time_alone_ends_a_search_of_a_million_generations(task, generations, seconds, asked_for):
+    made, asked = task(result("x1"), generations=generations)
+    engine_search.search(ExitStack(), replace(made, ends=time.monotonic() + seconds))
+    assert asked["generations"] == asked_for
+    assert (asked["seconds"] is None) == (seconds == math.inf)
 
 
 def test_of_a_large_sample_the_engine_draws_as_many_rows_as_a_server_scores(task):
