@@ -774,18 +774,21 @@ class CpuColony:
         self._state["generation"] += np.uint64(1)
         yield from self._run(self._work(breed_chunk, self.children))
         yield from self._compete(self.children)
-        self._remember()
+        yield from self._remember()
 
-    def _remember(self) -> None:
+    def _remember(self) -> Steps[None]:
         """Keep the children that came closest to each place, as far as a fit may help them."""
-        children, known = self.children, self._closest
-        inside = np.arange(self.width) < children.lengths[:, None]
-        has_numbers = ((children.codes == CONSTANT) & inside).any(axis=1)
-        is_new = self._returned[self._slots(children)] != children.hashes
-        closer = np.flatnonzero(has_numbers & is_new & (children.ratios < known.ratios))
-        pairs: Any = zip(known, children, strict=True)
-        for array, fresh in pairs:
-            array[closer] = fresh[closer]
+        for first in range(0, len(self._scores), _AT_ONCE):
+            some = slice(first, first + _AT_ONCE)
+            children, known = self.children.some(some), self._closest.some(some)
+            inside = np.arange(self.width) < children.lengths[:, None]
+            has_numbers = ((children.codes == CONSTANT) & inside).any(axis=1)
+            is_new = self._returned[self._slots(children)] != children.hashes
+            closer = np.flatnonzero(has_numbers & is_new & (children.ratios < known.ratios))
+            pairs: Any = zip(known, children, strict=True)
+            for array, fresh in pairs:
+                array[closer] = fresh[closer]
+            yield None
 
     def _slots(self, children: Children) -> NDArray[np.int64]:
         """Return the places of structures in the table of those that `champions` returned."""

@@ -164,7 +164,8 @@ def _optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
             yield from statistics.steps("squares", "variation")
         if request.settings.missing is Missing.DROP:
             yield from statistics.steps("mean")
-        work = float(batch.vectors * len(batch)) + len(batch.codes) / _TOKENS
+        searches = len(batch) * (batch.vectors + request.settings.restarts)
+        work = float(searches) + len(batch.codes) / _TOKENS
         work = work if starts.is_loaded() else math.inf
         sizes = yield from _on_fit_thread(work, partial(VariableSizes, batch, dataset, rows))
         yield from sizes.steps()
@@ -661,7 +662,9 @@ class _Driver:
             rows = None if settings.absolute_sigma else self._statistics.rows
             estimate = partial(estimate_covariances, outcome, rows, covariance)
             yield from self._in_pieces(_pieces(outcome), estimate)
-            errors = standard_errors(outcome, covariance) if settings.standard_errors else None
+            if settings.standard_errors:
+                find = partial(standard_errors, outcome, covariance)
+                errors = yield from self._on_fit_thread(find)
         shape = (len(problem.batch), len(chosen) // len(problem.batch))
         losses, initial = self._finalize(outcome.numbers[:, (LOSS, INITIAL)].T)
         counters = outcome.counters

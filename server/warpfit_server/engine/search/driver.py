@@ -91,9 +91,11 @@ _SINGLE_RANGE: Final = (1e-12, 1e12)
 _SINGLE_SPREAD: Final = 1e-3
 #: Variances of a target between which those of its errors keep their digits.
 _TARGET_RANGE: Final = (1e-280, 1e280)
-#: Numbers of a pass over rows or columns, and formulas of a fit, between two looks at the queue.
+#: Numbers of a pass over rows or columns, formulas of a fit, and rows of a permutation, between two
+#: looks at the queue.
 _ROWS_AT_ONCE: Final = 1 << 18
 _FITTED_AT_ONCE: Final = 1_024
+_PERMUTED_AT_ONCE: Final = 1 << 16
 #: Rows by which the ranks of columns are compared.
 _RANKED_ROWS: Final = 4_096
 _DOUBLE: Final = np.dtype(np.float64)
@@ -235,8 +237,9 @@ class _Search:
         """Run the search to its end."""
         request, self._settings = self._request, settings
         # In random order, so that the first ones stand for all.
-        rows = self._rng.permutation((yield from self._draw_rows()))
+        rows = yield from self._in_random_order((yield from self._draw_rows()))
         columns = yield from self._choose_columns(rows)
+        yield None
         self._grammar = new_grammar(request, self._columns_of_functions(columns))
         self._composer = Composer(request, self._grammar)
         self._units = new_units(request, self._dataset.layout.variables)
@@ -626,22 +629,41 @@ class _Search:
             return start + np.sort(
                 self._rng.choice(stop - start, most, replace=False, shuffle=False)
             )
-        parts = [np.empty(0, np.int64)]
-        for first in range(start, stop, _ROWS_AT_ONCE):
-            parts.append(first + np.flatnonzero(weights[first : min(stop, first + _ROWS_AT_ONCE)]))
+        blocks = [slice(first, min(stop, first + _ROWS_AT_ONCE))
+                  for first in range(start, stop, _ROWS_AT_ONCE)]  # fmt: skip
+        counts = [0]
+        for block in blocks:
+            counts.append(int(np.count_nonzero(weights[block])))
             yield None
-        rows = np.concatenate(parts)
-        if not len(rows):
+        ends = np.cumsum(counts)
+        total = int(ends[-1])
+        if not total:
             raise InvalidArgumentError(
                 f"none of the rows {start} to {stop - 1} has a weight",
                 "NO_ROWS",
                 "Give a weight above 0 to some of them",
                 "rows",
             )
-        if len(rows) > most:
-            drawn = self._rng.choice(len(rows), most, replace=False, shuffle=False)
-            rows = rows[np.sort(drawn)]
-        return rows
+        drawn = np.arange(min(total, most))
+        if total > most:
+            drawn = np.sort(self._rng.choice(total, most, replace=False, shuffle=False))
+        parts = []
+        for block, before, behind in zip(blocks, ends, ends[1:], strict=False):
+            own = drawn[slice(*np.searchsorted(drawn, (before, behind)))] - before
+            if len(own):
+                parts.append(block.start + np.flatnonzero(weights[block])[own])
+                yield None
+        return np.concatenate(parts)
+
+    def _in_random_order(self, rows: NDArray[np.int64]) -> Steps[NDArray[np.int64]]:
+        """Permute rows: of many a part that is drawn after the other."""
+        count = 1 + len(rows) // _PERMUTED_AT_ONCE
+        parts, owners = [], self._rng.integers(count, size=len(rows)) if count > 1 else None
+        for number in range(count):
+            own = rows if owners is None else rows[owners == number]
+            parts.append(self._rng.permutation(own))
+            yield None
+        return np.concatenate(parts)
 
     def _choose_columns(self, rows: NDArray[np.int64]) -> Steps[list[int]]:
         """Return the columns that formulas may use: at most as many as a grammar holds.

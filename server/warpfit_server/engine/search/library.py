@@ -35,6 +35,8 @@ _MOST_TERMS: Final = 120
 #: Operators of one operand that are roots and powers. One of the others inside of another of them,
 #: and these inside of each other, are left out of small trees.
 _ALGEBRAIC: Final = frozenset({"square", "cube", "sqrt", "cbrt", "inv", "neg", "abs"})
+#: Numbers of columns that are ranked in one step.
+_RANKED_NUMBERS: Final = 1 << 14
 #: Operators whose operands may swap.
 _COMMUTATIVE: Final = frozenset({"add", "mul", "min", "max"})
 #: Whether an operator of each code may be inside of one that is algebraic, or is not.
@@ -293,7 +295,7 @@ def _power(column: int, power: float, operators: Collection[str]) -> Formula:
     return _times([even, variable]) if power % 2 else even
 
 
-def relevant(X: Floats, target: Floats, most: int) -> Indices:
+def relevant(X: Floats, target: Floats, most: int) -> Steps[Indices]:
     """Return the variables that say most about a target alone, at most so many; ascending.
 
     Spearman's correlation is taken of the target with each variable, and with its square, and of
@@ -314,7 +316,13 @@ def relevant(X: Floats, target: Floats, most: int) -> Indices:
         length = np.linalg.norm(ranks, axis=1, keepdims=True)
         return np.asarray(ranks / np.maximum(length, 1e-300))
 
-    sides = ranked(X), ranked(np.abs(X - np.median(X, axis=1, keepdims=True)))
     own = ranked(target[None])[0], ranked(np.abs(target - np.median(target))[None])[0]
-    found = np.abs([sides[0] @ own[0], sides[1] @ own[0], sides[1] @ own[1]]).max(axis=0)
+    found = np.empty(len(X))
+    some = max(1, _RANKED_NUMBERS // len(target))
+    for part in (slice(first, first + some) for first in range(0, len(X), some)):
+        columns = X[part]
+        spreads = ranked(np.abs(columns - np.median(columns, axis=1, keepdims=True)))
+        sides = ranked(columns) @ own[0], spreads @ own[0], spreads @ own[1]
+        found[part] = np.abs(sides).max(axis=0)
+        yield None
     return np.sort(np.argsort(-found, kind="stable")[:most])

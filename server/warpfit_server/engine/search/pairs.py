@@ -268,8 +268,8 @@ class PairSearch:
         self._screened = -(-rows // step)
         weights = np.ones(rows) if self.weights is None else self.weights
         columns, target = np.asarray(self.columns), self.target
-        self._used = columns[relevant(self.X[columns], target, _MOST_VARIABLES)].tolist()
-        yield None
+        used = yield from relevant(self.X[columns], target, _MOST_VARIABLES)
+        self._used = columns[used].tolist()
         given = self._names, self._used, self.X, target, weights / weights.sum(), self.width
         for view in views(*given):
             self.views.append(view)
