@@ -58,7 +58,7 @@ def test_the_gallery_agrees_with_what_is_certified(server: ServerProcess, tmp_pa
 @pytest.mark.thorough
 @pytest.mark.parametrize("page", ["pysr", "gplearn", "operon"])
 def test_the_example_of_a_page_finds_the_law_that_it_draws_from(server, monkeypatch, page):
-    """What a reader runs first has to end with the law, and not with one that is as good."""
+    """The example that a reader runs first ends with the law itself."""
     monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
     text = (EXAMPLES.parents[1] / "deploy/site/pages" / f"coming_from_{page}.md").read_text()
     names: dict[str, Any] = {}

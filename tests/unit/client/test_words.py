@@ -1,4 +1,4 @@
-"""What people who know other packages write, and the answer that says what to write here."""
+"""Words of other packages: the error says which word of ours is meant."""
 
 import copy
 import pickle
