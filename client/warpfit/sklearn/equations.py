@@ -227,8 +227,8 @@ def _by_prediction(front: Sequence[Equation]) -> Equation:
 def _beats(equation: Equation, null: Equation) -> bool:
     """Tell whether a formula is chosen before the linear regression.
 
-    It predicts better by what its structure counts, or as well as the rows can tell: in the
-    cross-validation without its structure, and on the rows that no fit has seen.
+    Either its predictive length is less by two nats, or it predicts better both in the
+    cross-validation, where its structure does not count, and on the rows that no fit has seen.
     """
     if equation.predictive_length < null.predictive_length - _ALIKE:
         return True

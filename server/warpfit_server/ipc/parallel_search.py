@@ -62,6 +62,7 @@ def merged(fronts: Sequence[Front], *, is_score: bool) -> Front:
         parameters=joined("parameters"),
     )
     badness = -losses if is_score else losses
+    badness = np.where(np.isnan(badness), np.inf, badness)
     order = np.lexsort((badness, sizes))
     least = np.minimum.accumulate(badness[order])
     kept = order[np.append(True, least[1:] < least[:-1])]

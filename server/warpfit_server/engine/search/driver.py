@@ -656,7 +656,7 @@ class _Search:
         return np.concatenate(parts)
 
     def _in_random_order(self, rows: NDArray[np.int64]) -> Steps[NDArray[np.int64]]:
-        """Permute rows: of many a part that is drawn after the other."""
+        """Return rows in random order; many are drawn into parts, each of which is permuted."""
         count = 1 + len(rows) // _PERMUTED_AT_ONCE
         parts, owners = [], self._rng.integers(count, size=len(rows)) if count > 1 else None
         for number in range(count):

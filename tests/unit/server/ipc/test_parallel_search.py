@@ -84,6 +84,8 @@ def test_the_best_formula_of_each_size_is_kept():
         assert both.batch.program(place).variables > 0
     scores = merged([front({1: 0.2, 3: 0.8}), front({1: 0.5, 5: 0.9})], is_score=True)
     assert scores.losses.tolist() == [0.5, 0.8, 0.9]
+    unknown = merged([front({1: np.nan, 3: 2.0}), front({1: np.nan})], is_score=False)
+    np.testing.assert_array_equal(unknown.losses, [np.nan, 2.0])
     alone, empty = front({1: 5.0}), Front(Batch.of([parse("x1", ("x1",))])[:0], *np.empty((2, 0)))
     assert merged([empty, alone], is_score=False) is alone
     assert len(merged([empty, empty], is_score=False).sizes) == 0
