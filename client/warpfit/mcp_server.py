@@ -17,6 +17,7 @@ import os
 import re
 import socket
 import stat
+import sys
 import time
 import zlib
 from argparse import Namespace
@@ -70,6 +71,16 @@ _MOST_CALLS: Final = 8
 _MOST_WAITING: Final = 32
 #: Connections over HTTP at a time.
 _MOST_CONNECTIONS: Final = 512
+#: Part of this process's time that a caller over HTTP may take, what it may take at once in
+#: seconds, the longest that a request waits for its part, and what requests and bytes are taken to
+#: need: measured on one core, tables in JSON.
+_SHARE: Final = 0.25
+_BURST_SECONDS: Final = 0.25
+_LONGEST_WAIT: Final = 10.0
+_REQUEST_SECONDS: Final = 0.006
+_BYTE_SECONDS: Final = 0.3e-6
+#: Seconds after which a thread lets others run that wait for Python's lock, such as that of HTTP.
+_SWITCH_SECONDS: Final = 0.0005
 #: Errors that `propose` explains in full.
 _MOST_ERRORS: Final = 20
 #: Columns that are described, and numbers that can be drawn.
@@ -376,6 +387,7 @@ class Tools:
         if not 0 <= seed < 2**32:
             raise ToolError(f"seed is {seed}. Give a number from 0, below {2**32}")
         async with self._caller(ctx, searches=True) as caller:
+            self._require_room(caller)  # before the table is read
             table = await self._table(data)
             _require_target(table)
             table.require_finite(str(data.target), data.weights)
@@ -487,9 +499,8 @@ class Tools:
         """Do short work in a thread, for which no search has to end."""
         return await asyncio.get_running_loop().run_in_executor(self._short, work)
 
-    async def _search(self, caller: _Caller, run: Callable[[], T]) -> T:
-        """Run a search in a thread; it counts until the thread ends, also after it is cancelled."""
-        loop = asyncio.get_running_loop()
+    def _require_room(self, caller: _Caller) -> None:
+        """Raise if no further search of a caller may run."""
         if caller.searches >= _MOST_SEARCHES:
             raise _busy(
                 f"{caller.searches} searches of this caller are under way",
@@ -497,6 +508,11 @@ class Tools:
             )
         if self._searches >= _SEARCH_THREADS:
             raise _busy("too many searches are under way", "Call search again a little later")
+
+    async def _search(self, caller: _Caller, run: Callable[[], T]) -> T:
+        """Run a search in a thread; it counts until the thread ends, also after it is cancelled."""
+        loop = asyncio.get_running_loop()
+        self._require_room(caller)
 
         def ended(_: Any) -> None:
             caller.searches -= 1
@@ -539,6 +555,10 @@ class Tools:
         except WarpfitError as error:
             told = _in_words_of_tools(error)
             raise ToolError(f"{error.reason}: {told}") from error
+
+    def knows(self, token: bytes) -> bool:
+        """Return whether the server has accepted a token, whose digest this is."""
+        return token in self._callers
 
     async def _known(self, connection: dict[str, Any]) -> _Caller:
         """Return the client of a token, which the server is asked about when it first comes."""
@@ -798,9 +818,59 @@ def _wrong_arguments(name: str, error: ValidationError, known: Mapping[str, Any]
     return f"BAD_ARGUMENT: {name}: {what}. Give {wanted or 'another value'}"
 
 
-def make_server(settings: Settings) -> MCPServer:
+class _FairShares:
+    """An ASGI application whose callers share the time of this process.
+
+    Reading a request holds Python's lock, also one that is refused. Who takes more than a share of
+    the time waits before the next request is read, if others have called in the last second, and is
+    refused if that takes too long (virtual scheduling, as in the traffic contracts of ATM: ITU-T
+    I.371, 2004, annex A). Tokens that no server has accepted yet count together for each address.
+    """
+
+    def __init__(self, app: Any, is_known: Callable[[bytes], bool]) -> None:
+        self._app, self._is_known = app, is_known
+        self._paid: OrderedDict[bytes, float] = OrderedDict()
+        """Until when each caller has used its share, the longest unused first."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve a request when its caller's turn has come."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        authorization = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+        caller = token_digest(authorization.partition(" ")[2].strip())
+        if not self._is_known(caller):
+            caller = str((scope.get("client") or ("",))[0]).encode()
+        self._charge(caller, _REQUEST_SECONDS)
+        now = time.monotonic()
+        is_alone = all(who == caller or at < now - 1.0 for who, at in self._paid.items())
+        wait = 0.0 if is_alone else self._paid[caller] - now - _BURST_SECONDS / _SHARE
+        if wait > _LONGEST_WAIT:
+            again = str(round(wait)).encode()
+            head = [(b"retry-after", again), (b"content-length", b"0")]
+            await send({"type": "http.response.start", "status": 429, "headers": head})
+            return await send({"type": "http.response.body"})
+        if wait > 0.0:
+            await asyncio.sleep(wait)
+
+        async def counted() -> Any:
+            message = await receive()
+            self._charge(caller, _BYTE_SECONDS * len(message.get("body", b"")))
+            return message
+
+        return await self._app(scope, counted, send)
+
+    def _charge(self, caller: bytes, seconds: float) -> None:
+        """Count time of a caller; the one that has used none for longest is forgotten."""
+        paid = max(time.monotonic(), self._paid.get(caller, 0.0))
+        self._paid[caller] = paid + seconds / _SHARE
+        self._paid.move_to_end(caller)
+        if len(self._paid) > 2 * _MOST_CALLERS:
+            self._paid.popitem(last=False)
+
+
+def make_server(settings: Settings, tools: Tools | None = None) -> MCPServer:
     """Return the SDK's server with all tools."""
-    tools = Tools(settings)
+    tools = tools or Tools(settings)
     instructions = _INSTRUCTIONS.format(functions=", ".join(function_names()))
     server = _StrictServer(
         "warpfit", instructions=instructions, version=warpfit.__version__, log_level="WARNING"
@@ -837,9 +907,11 @@ def serve_http(
         allowed_origins=list(origins),
     )
     # Without sessions, which no tool needs: whoever has no token would make them at will.
-    app = make_server(settings).streamable_http_app(
+    tools = Tools(settings)
+    app = make_server(settings, tools).streamable_http_app(
         transport_security=security, host=host, stateless_http=True
     )
+    sys.setswitchinterval(_SWITCH_SECONDS)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
@@ -852,6 +924,7 @@ def serve_http(
     with listener:
         shown = f"[{host}]" if ":" in host else host
         tell(f"warpfit mcp listening on http://{shown}:{listener.getsockname()[1]}/mcp")
-        config = uvicorn.Config(app, log_level="warning", limit_concurrency=_MOST_CONNECTIONS)
+        fair = _FairShares(app, tools.knows)
+        config = uvicorn.Config(fair, log_level="warning", limit_concurrency=_MOST_CONNECTIONS)
         server = uvicorn.Server(config)
         anyio.run(server.serve, [listener])

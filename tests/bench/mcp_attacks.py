@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import multiprocessing
 import subprocess
 import sys
 import tempfile
@@ -31,29 +32,33 @@ ALONE, SECONDS = 30, 8.0
 
 @dataclass(frozen=True)
 class Page:
-    """Where a server of tools listens, its process, and the callers' tokens."""
+    """Where a server of tools listens, its process id, and the callers' tokens."""
 
     port: int
-    process: psutil.Process
+    process: int
     tokens: dict[str, str]
 
-    def post(self, method: str, params: dict[str, Any], tenant: str | None) -> str:
+    def post(self, body: str, tenant: str | None) -> str:
         """Send a request in a connection of its own; return the answer's text."""
         head = {"content-type": "application/json", "mcp-protocol-version": "2025-06-18",
                 "accept": "application/json, text/event-stream"}  # fmt: skip
         if tenant is not None:
             head["authorization"] = f"Bearer {self.tokens[tenant]}"
-        body = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
-            connection.request("POST", "/mcp", json.dumps(body), head)
+            connection.request("POST", "/mcp", body, head)
             return connection.getresponse().read().decode()
         finally:
             connection.close()
 
-    def call(self, tool: str, arguments: dict[str, Any], tenant: str) -> str:
-        """Call a tool."""
-        return self.post("tools/call", {"name": tool, "arguments": arguments}, tenant)
+
+def _body(method: str, params: dict[str, Any]) -> str:
+    return json.dumps({"jsonrpc": "2.0", "id": 1, "method": method, "params": params})
+
+
+def _call(tool: str, arguments: dict[str, Any]) -> str:
+    """Return the request that calls a tool."""
+    return _body("tools/call", {"name": tool, "arguments": arguments})
 
 
 def _data(columns: int, rows: int) -> dict[str, Any]:
@@ -62,28 +67,46 @@ def _data(columns: int, rows: int) -> dict[str, Any]:
     return {"columns": dict(zip(names, table, strict=True)), "target": "y"}
 
 
-def searches(page: Page) -> None:
+def searches() -> tuple[str, str | None]:
     """Eight searches at a time of one caller."""
-    page.call("search", {"data": _data(3, 100), "max_seconds": 20.0}, "greedy")
+    return _call("search", {"data": _data(3, 100), "max_seconds": 20.0}), "greedy"
 
 
-def wide_tables(page: Page) -> None:
+def wide_tables() -> tuple[str, str | None]:
     """Tables of 20,000 columns."""
-    page.call("describe_data", {"data": _data(20_000, 5)}, "greedy")
+    return _call("describe_data", {"data": _data(20_000, 5)}), "greedy"
 
 
-def sessions(page: Page) -> None:
+def sessions() -> tuple[str, str | None]:
     """Sessions of nobody."""
     client = {"name": "x", "version": "1"}
     given = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": client}
-    page.post("initialize", given, None)
+    return _body("initialize", given), None
 
 
-ATTACKS: Final[dict[str, tuple[Callable[[Page], None], int]]] = {
+#: What makes the request of an attack and its tenant, and how many are sent at a time.
+ATTACKS: Final[dict[str, tuple[Callable[[], tuple[str, str | None]], int]]] = {
     "A7 eight searches of one caller": (searches, 8),
     "A8 tables of 20,000 columns": (wide_tables, 2),
     "A9 sessions without a token": (sessions, 4),
 }
+
+
+def _attack(name: str, page: Page, stop: Any, sent: Any) -> None:
+    """Process: send the request of an attack from several threads until told to stop."""
+    make, threads = ATTACKS[name]
+    body, tenant = make()
+
+    def work() -> None:
+        while not stop.is_set():
+            with suppress(OSError):
+                page.post(body, tenant)
+                with sent.get_lock():
+                    sent.value += 1
+
+    for _ in range(threads):
+        threading.Thread(target=work, daemon=True).start()
+    stop.wait(SECONDS + 60.0)
 
 
 @contextmanager
@@ -97,49 +120,43 @@ def _served() -> Iterator[Page]:
                 try:
                     assert process.stderr is not None
                     port = int(process.stderr.readline().rpartition(":")[2].split("/")[0])
-                    yield Page(port, psutil.Process(process.pid), tokens)
+                    yield Page(port, process.pid, tokens)
                 finally:
                     process.terminate()
 
 
 def measured(name: str) -> dict[str, Any]:
     """Return milliseconds of the innocent caller's calls, alone and during an attack."""
-    attack, threads = ATTACKS[name]
-    data = _data(3, 20)
+    body = _call("describe_data", {"data": _data(3, 20)})
 
     def innocent() -> float:
         begun = time.perf_counter()
-        answer = page.call("describe_data", {"data": data}, "innocent")
+        answer = page.post(body, "innocent")
         assert "first_rows" in answer, answer[:500]
         return 1000.0 * (time.perf_counter() - begun)
 
-    stop, count = threading.Event(), [0] * threads
-
-    def attacker(index: int) -> None:
-        while not stop.is_set():
-            with suppress(OSError):
-                attack(page)
-                count[index] += 1
-
+    own = multiprocessing.get_context("spawn")
+    stop, sent = own.Event(), own.Value("q", 0)
     with _served() as page:
         innocent()
         alone = [innocent() for _ in range(ALONE)]
-        before = page.process.memory_info().rss
-        workers = [
-            threading.Thread(target=attacker, args=(n,), daemon=True) for n in range(threads)
-        ]
-        for worker in workers:
-            worker.start()
+        process = psutil.Process(page.process)
+        before = process.memory_info().rss
+        attacker = own.Process(target=_attack, args=(name, page, stop, sent), daemon=True)
+        attacker.start()
+        while not sent.value and attacker.is_alive():
+            time.sleep(0.05)
         until, beside = time.monotonic() + SECONDS, []
         while time.monotonic() < until:
             beside.append(innocent())
             time.sleep(0.02)
-        grown = page.process.memory_info().rss - before
+        grown = process.memory_info().rss - before
         stop.set()
+        attacker.join()
     return {
         "alone_ms": {"p50": float(np.median(alone)), "longest": max(alone)},
         "during_ms": {"p50": float(np.median(beside)), "longest": max(beside)},
         "innocent_calls": len(beside),
-        "attacks": sum(count),
+        "attacks": sent.value,
         "grown_mib": round(grown / 2**20, 1),
     }

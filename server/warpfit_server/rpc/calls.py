@@ -3,7 +3,9 @@
 gRPC has a thread of its pool serve each call, and reads a message only when that thread asks for
 it. So a call is refused before a byte of its message is read if its tenant has too many open calls,
 or too many bytes in flight: the bytes of the longest message that gRPC would receive are counted
-until its message is there.
+until its message is there. Threads that repeat refused calls at once would have a core refuse them, so where
+a tenant has many refusals a second, further ones are held back for a part of the time after which
+the call may be repeated.
 
 A request takes a place among the calls in flight when its message has arrived, and leaves it before
 a long message of its answer is sent, at the latest when the engine has finished. So a client that
@@ -68,6 +70,11 @@ _FREE_SECONDS: Final = 0.002
 _LAST_BYTES: Final = 64 << 10
 #: Seconds after which a call may be repeated that was refused because too many are open.
 _RETRY_SECONDS: Final = 0.1
+#: Refusals of a tenant in a second that are told at once, most seconds that another one is held
+#: back, their part of the time until a retry, and most that are held back at a time.
+_FREE_REFUSALS, _HELD_SECONDS, _HELD_PART, HELD_REFUSALS = 20, 0.25, 0.9, 64
+#: Tenants whose refusals are remembered.
+_MOST_REFUSED: Final = 1000
 #: A call polls for the engine's answer while there are at least so many cores for each call in
 #: flight.
 _CORES_A_CALL: Final = 8
@@ -202,6 +209,10 @@ class CallHandlers:
         """Calls that wait for another request."""
         self.silent: dict[Any, tuple[str, float]] = {}
         """Calls that wait for their first message, with tenant and moment, in their order."""
+        self.held = threading.BoundedSemaphore(HELD_REFUSALS)
+        """Counts the refusals that are held back."""
+        self._refusals: dict[str, tuple[int, int]] = {}
+        """Last second in which each tenant was refused, and how often in it."""
         self.is_draining = False
         """Whether no call is kept for another request."""
         self._most_polling = available_cores() // _CORES_A_CALL
@@ -233,6 +244,24 @@ class CallHandlers:
         """
         is_lone = self.open_calls.total <= 1
         return is_lone and self.admission.quotas.calls_in_flight() <= self._most_polling
+
+    def hold(self, tenant: str, retry_after: float, remaining: float | None) -> float:
+        """Count a refusal; return the seconds for which it is held back, then `held` counts it.
+
+        Args:
+            tenant: which is refused.
+            retry_after: seconds after which the call may be repeated.
+            remaining: seconds until the call's deadline; None without one.
+        """
+        now = int(time.monotonic())
+        second, count = self._refusals.get(tenant, (now, 0))
+        count = count + 1 if second == now else max(1, count // 2)
+        if len(self._refusals) > _MOST_REFUSED:
+            self._refusals.clear()
+        self._refusals[tenant] = now, count
+        seconds = min(_HELD_SECONDS, _HELD_PART * retry_after)
+        is_free = count <= _FREE_REFUSALS or (remaining is not None and remaining < 2.0 * seconds)
+        return 0.0 if is_free or not self.held.acquire(blocking=False) else seconds
 
     def make_way(self, tenant: str, take: Callable[[], object]) -> None:
         """Reserve a call's resources; silent calls of the same tenant make way for it.
@@ -300,6 +329,8 @@ class Call:
         self._is_open = False
         """Whether it is one of `CallHandlers.open_calls`."""
         self._has_failed = False
+        self._held_seconds = 0.0
+        """How long the refusal of the call is held back."""
         self._is_over = False
         """Whether gRPC has said that it has ended."""
         self._on_end: Callable[[], None] | None = None
@@ -391,6 +422,9 @@ class Call:
                 handlers.admission.leave(self.record.tenant, 0, self._nbytes)
             if self._is_open:
                 handlers.open_calls.leave(self.record.tenant)
+        if self._held_seconds:
+            time.sleep(self._held_seconds)
+            handlers.held.release()
 
     def _begin(self, message: bytes | None) -> bool:
         """Admit a request, whose message is there if it is not the first; return False if not."""
@@ -464,8 +498,12 @@ class Call:
             on_end()
 
     def _fail(self, error: Exception) -> None:
-        """End the call with the status of an error."""
+        """End the call with the status of an error; a refusal is held back."""
         self._has_failed = True
+        if isinstance(error, ResourceExhaustedError) and error.retry_after:
+            own = self.record.tenant, error.retry_after, self.time_remaining()
+            self._held_seconds = self._handlers.hold(*own)
+            error.retry_after -= self._held_seconds
         fail_call(self._context, error, self.record.trailing)
         _clear_tracebacks(error)
 

@@ -15,6 +15,7 @@ import grpc
 from warpfit.errors import InvalidArgumentError
 from warpfit.transport.connection import check_secret
 from warpfit_server.config import Config
+from warpfit_server.rpc.calls import HELD_REFUSALS
 from warpfit_server.system.file_watcher import WatchedFiles
 from warpfit_server.system.sockets import cannot_listen, join_address
 
@@ -31,7 +32,7 @@ _HANDSHAKE_MS: Final = 10_000
 #: Seconds without a call after which a thread ends.
 _IDLE_SECONDS: Final = 60.0
 #: Threads beside those of open calls, which refuse the calls that are too many.
-_REFUSING_THREADS: Final = 8
+_REFUSING_THREADS: Final = 8 + HELD_REFUSALS
 #: Threads of a port for health checks.
 HEALTH_THREADS: Final = 144
 

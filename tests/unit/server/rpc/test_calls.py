@@ -302,6 +302,43 @@ class TestTurns:
         else:
             assert until < began
 
+    def test_further_refusals_of_a_second_wait_for_a_part_of_the_time_until_a_retry(
+        self, start, tmp_path, monkeypatch
+    ):
+        path, tokens = token_file(tmp_path, "greedy", "modest")
+        front_end = start(echo_of("Evaluate"), max_requests=1, token_file=path)
+        now, held = [100.0], []
+
+        def sleep(seconds):
+            watches = threading.current_thread().name == "call-timeouts"
+            time.sleep(seconds) if watches else held.append(seconds)
+
+        clock = {"monotonic": lambda: now[0], "sleep": sleep}
+        monkeypatch.setattr(calls, "time", SimpleNamespace(**{**vars(time), **clock}))
+        full = Amounts(9, 0, 0), Amounts(9, 0, 0)
+        for tenant in ("greedy", "modest"):
+            front_end.quotas.acquire(tenant, Amounts(calls=1), *full)
+
+        def refused(who, **options):
+            call = front_end.call(b"x", token=tokens[who], **options)
+            assert outcome(call)[0] == "RESOURCE_EXHAUSTED"
+            return detail_of(call).retry_after_ms / 1000
+
+        told = [refused("greedy") for _ in range(30)]
+        assert len(held) == 10
+        assert all(0.0 < each <= 0.25 for each in held)
+        asked = [wait + each for wait, each in zip(told[20:], held, strict=True)]
+        assert held == pytest.approx([min(0.25, 0.9 * each) for each in asked], abs=0.002)
+        refused("greedy", timeout=0.03)  # its deadline would pass
+        refused("modest")
+        now[0] += 2.0
+        assert refused("greedy") > 0.0
+        assert len(held) == 10, "only those of a tenant that has had many in this second"
+        for tenant in ("greedy", "modest"):
+            front_end.quotas.release(tenant, Amounts(calls=1))
+        assert outcome(front_end.call(b"x", token=tokens["greedy"]))[0] == "OK"
+        assert [front_end.calls.held.acquire(blocking=False) for _ in range(65)].count(True) == 64
+
     @pytest.mark.parametrize("name", KINDS)
     def test_a_refused_call_is_not_charged_for_the_calls_before_it(self, start, name, monkeypatch):
         """A thread that has computed for a long time serves it."""
