@@ -835,7 +835,8 @@ class _FairShares:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve a request when its caller's turn has come."""
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
+            return
         authorization = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
         caller = token_digest(authorization.partition(" ")[2].strip())
         if not self._is_known(caller):
@@ -848,7 +849,8 @@ class _FairShares:
             again = str(round(wait)).encode()
             head = [(b"retry-after", again), (b"content-length", b"0")]
             await send({"type": "http.response.start", "status": 429, "headers": head})
-            return await send({"type": "http.response.body"})
+            await send({"type": "http.response.body"})
+            return
         if wait > 0.0:
             await asyncio.sleep(wait)
 
@@ -857,7 +859,7 @@ class _FairShares:
             self._charge(caller, _BYTE_SECONDS * len(message.get("body", b"")))
             return message
 
-        return await self._app(scope, counted, send)
+        await self._app(scope, counted, send)
 
     def _charge(self, caller: bytes, seconds: float) -> None:
         """Count time of a caller; the one that has used none for longest is forgotten."""

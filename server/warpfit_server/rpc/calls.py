@@ -3,9 +3,9 @@
 gRPC has a thread of its pool serve each call, and reads a message only when that thread asks for
 it. So a call is refused before a byte of its message is read if its tenant has too many open calls,
 or too many bytes in flight: the bytes of the longest message that gRPC would receive are counted
-until its message is there. Threads that repeat refused calls at once would have a core refuse them, so where
-a tenant has many refusals a second, further ones are held back for a part of the time after which
-the call may be repeated.
+until its message is there. Threads that repeat refused calls at once would have a core refuse them,
+so where a tenant has many refusals a second, further ones are held back for a part of the time
+after which the call may be repeated.
 
 A request takes a place among the calls in flight when its message has arrived, and leaves it before
 a long message of its answer is sent, at the latest when the engine has finished. So a client that
