@@ -10,6 +10,8 @@ A search that tries many formulas finds one that fits noise, so that losses alon
    a formula has to predict better by what its own structure counts, or to predict better both in
    the cross-validation and on the rows that no fit has seen: it is the null model.
 4. No row tells of a formula that explodes on the next one. Rows that are made up do.
+5. Of noise with heavy tails a formula with a pole explains the few rows that are farthest out. So
+   it has to explain the others, too, or to predict rows that no fit has seen.
 
 `warpfit.sklearn.equations` chooses by these numbers.
 """
@@ -64,6 +66,12 @@ _BULK: Final = 0.8
 #: target's spread, that then say nothing.
 _FEW: Final = 0.1
 _BIAS: Final = 5e-3
+#: Part of the rows, those with targets farthest out, without which a formula has to explain the
+#: others; part of all it explains, below which these rows alone make it; and R^2 on rows that no
+#: fit has seen from which on they may.
+_FARTHEST: Final = 0.03
+_OF_OTHERS: Final = 0.5
+_PREDICTED: Final = 0.25
 #: How much less likely a formula is, in nats, that leaves the range of the target and of a linear
 #: model, widened by part of the former, on rows unlike all others; and most part of a distance by
 #: which these are farther out.
@@ -324,17 +332,20 @@ class Selection:
     def is_unpaid(self, program: Program, excess: float) -> bool:
         """Tell whether a formula gains less than its own description takes.
 
-        It is asked of few rows alone, of which none are held out: a search that tries many formulas
+        Of few rows, of which none are held out, all are asked: a search that tries many formulas
         finds one for any ten numbers. Each constant takes a row's worth of what the rows say, as in
-        the restricted likelihood (Patterson and Thompson 1971).
+        the restricted likelihood (Patterson and Thompson 1971). Of more rows, those are asked that
+        are not farthest out, see `hangs_on_few_rows`.
 
         Args:
             program: the formula.
             excess: its loss above the least possible.
 
         """
-        if len(self.training.target) >= FEWEST_DIVIDED or not program.variables:
+        if not program.variables:
             return False
+        if len(self.training.target) >= FEWEST_DIVIDED:
+            return self.hangs_on_few_rows(program)
         least = max(ROUNDING * self.scale, math.ulp(0.0))
         mean = Program.constant(float(np.median(self.training.target)))
         gain = self.deviance(mean, max(self.scale, least))
@@ -345,6 +356,33 @@ class Selection:
         taken = 0.5 * constants * math.log(max(self.amount(), 2.0))
         gain *= max(0.0, 1.0 - constants / self.amount())
         return 0.5 * gain < self.structure_length(program) + taken
+
+    def hangs_on_few_rows(self, program: Program) -> bool:
+        """Tell whether a formula of squares explains the rows with the farthest targets alone.
+
+        It is asked of the rows that are not held out. In the others it gains less than its structure takes, and less than half of what it gains in
+        all, beside the best constant of each.
+        """
+        if not self.loss.is_squares:
+            return False
+        rows = self.seen[:: -(-len(self.seen) // _JUDGED)]
+        _, y, weights = (part[rows] for part in self.training[:3])
+        values = self.values(program, rows)
+        order = np.argsort(np.abs(y - np.median(y)), kind="stable")
+        others = order[: len(order) - math.ceil(_FARTHEST * len(order))]
+
+        def gain(some: Indices) -> float:
+            """Return the nats by which the formula is more likely than the best constant."""
+            target, share = y[some], weights[some] / weights[some].sum()
+            least = max(ROUNDING * self._variance, math.ulp(0.0))
+            constant = share @ np.square(target - share @ target)
+            own = share @ np.square(target - values[some])
+            ratio = max(float(constant), least) / max(float(own), least)
+            return 0.5 * self.amount() * math.log(ratio) if math.isfinite(ratio) else -math.inf
+
+        of_others = gain(others)
+        hangs = of_others < min(self.structure_length(program), _OF_OTHERS * gain(order))
+        return hangs and not self.r2(program) > _PREDICTED
 
     # The null model.
 

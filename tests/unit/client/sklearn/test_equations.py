@@ -224,6 +224,48 @@ def test_a_pole_among_the_rows_does_not_hang_on_rounding():
     assert not judge.hangs_on_rounding(parse("log(x1)"))
 
 
+def weighed(X, y, held_out=0):
+    training = TrainingData(X, y, np.ones(len(y)))
+    own = {"scale": float(np.var(y)), "held_out": np.arange(len(y) - held_out, len(y))}
+    return Selection(training, as_function(as_loss("mse")), Form(), len, 13, **own)
+
+
+@pytest.mark.parametrize("rows", [60, 1000])
+@pytest.mark.parametrize("tail", ["t", "lognormal"])
+def test_a_pole_beside_a_row_far_out_explains_no_noise(rows, tail):
+    rng = np.random.default_rng(rows)
+    X = rng.normal(size=(rows, 2))
+    y = rng.standard_t(2, size=rows) if tail == "t" else rng.lognormal(size=rows)
+    farthest = int(np.argmax(np.abs(y - np.median(y))[: -(rows // 5)]))
+    middle = y.mean()
+    height = y[farthest] - middle
+    pole = parse(f"{middle:.9g} + {1e-6 * height:.9g}/((x1 - {X[farthest, 0]:.9g})^2 + 1e-6)")
+    judge = weighed(X, y, rows // 5)
+    fitted = np.mean(np.square(evaluate_program(pole, X.T) - y))
+    assert fitted < 0.98 * np.var(y), "it has found the one row"
+    assert judge.is_unpaid(pole, fitted)
+    assert not judge.is_unpaid(parse("1.5"), np.var(y))
+
+
+@pytest.mark.parametrize(
+    ("law", "noise"),
+    [
+        ("x1*x2 + x2", "t"),
+        ("3/(x1^2 + 0.01)", "normal"),
+        ("exp(3*x1)", "lognormal"),
+        ("0.3*x1", "normal"),
+        ("(x1 > 2)*50", "normal"),  # few rows make it, and those held out confirm it
+    ],
+)
+def test_a_law_is_no_matter_of_few_rows(law, noise):
+    rng = np.random.default_rng(5)
+    X, program = rng.normal(size=(1000, 2)), parse(law)
+    noises = {"t": rng.standard_t(2, size=1000), "normal": rng.normal(size=1000),
+              "lognormal": rng.lognormal(size=1000)}  # fmt: skip
+    y = evaluate_program(program, X.T) + noises[noise]
+    assert not weighed(X, y, 250).is_unpaid(program, float(np.var(noises[noise])))
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "most", "takes_part"),
     [(80, 6, math.inf, True), (80, 6, 21, True), (80, 6, 20, False), (80, 6, 0, False),
