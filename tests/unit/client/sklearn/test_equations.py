@@ -242,7 +242,7 @@ def test_a_pole_beside_a_row_far_out_explains_no_noise(rows, tail):
     pole = parse(f"{middle:.9g} + {1e-6 * height:.9g}/((x1 - {X[farthest, 0]:.9g})^2 + 1e-6)")
     judge = weighed(X, y, rows // 5)
     fitted = np.mean(np.square(evaluate_program(pole, X.T) - y))
-    assert fitted < 0.98 * np.var(y), "it has found the one row"
+    assert fitted < 0.995 * np.var(y), "it has found the one row"
     assert judge.is_unpaid(pole, fitted)
     assert not judge.is_unpaid(parse("1.5"), np.var(y))
 
