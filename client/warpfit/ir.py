@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from itertools import pairwise
+from struct import pack
 from typing import Any, Final, Self, TypeVar, overload
 
 import numpy as np
@@ -75,6 +76,14 @@ class Program:
         program._codes, program._values = bytes(codes), bytes(values)
         return program
 
+    @classmethod
+    def _leaf(cls, code: int, value: float) -> Program:
+        """Make a program of one token; checking arrays takes twenty times as long."""
+        is_plain = type(value) is float or (type(value) is int and abs(value) < INDEX_LIMIT)
+        if is_plain and (code == CONSTANT or (0 <= value < INDEX_LIMIT and value == int(value))):
+            return cls._unchecked(bytes([code]), pack("=d", float(value)))
+        return cls([code], [value])
+
     @cached_property
     def codes(self) -> NDArray[np.uint8]:
         """Token codes, [tokens], read-only."""
@@ -88,17 +97,17 @@ class Program:
     @classmethod
     def variable(cls, index: int) -> Program:
         """Return the program that is one variable, by its index from 0."""
-        return cls([VARIABLE], [index])
+        return cls._leaf(VARIABLE, index)
 
     @classmethod
     def parameter(cls, index: int) -> Program:
         """Return the program that is one parameter, by its index from 0."""
-        return cls([PARAMETER], [index])
+        return cls._leaf(PARAMETER, index)
 
     @classmethod
     def constant(cls, value: float) -> Program:
         """Return the program that is one constant, any float64 including NaN and infinities."""
-        return cls([CONSTANT], [value])
+        return cls._leaf(CONSTANT, value)
 
     @classmethod
     def apply(cls, operator: str | Operator, *operands: Program) -> Program:
@@ -227,7 +236,7 @@ class Program:
         is_parameter = self.codes == PARAMETER
         values = self.values.copy()
         values[is_parameter] = vector[values[is_parameter].astype(np.int64)]
-        return Program(np.where(is_parameter, np.uint8(CONSTANT), self.codes), values)
+        return Program._unchecked(np.where(is_parameter, np.uint8(CONSTANT), self.codes), values)
 
     def simplify(
         self,

@@ -360,8 +360,9 @@ class Selection:
     def hangs_on_few_rows(self, program: Program) -> bool:
         """Tell whether a formula of squares explains the rows with the farthest targets alone.
 
-        It is asked of the rows that are not held out. In the others it gains less than its structure takes, and less than half of what it gains in
-        all, beside the best constant of each.
+        It is asked of the rows that are not held out. In those that are not farthest out the
+        formula gains less than its structure takes, and less than half of what it gains in all,
+        beside the best constant of each.
         """
         if not self.loss.is_squares:
             return False
