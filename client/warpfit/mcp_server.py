@@ -725,7 +725,8 @@ def _search(
 ) -> dict[str, Any]:
     from warpfit.sklearn import SymbolicRegressor
 
-    model = SymbolicRegressor(callback=lambda *_: report(), **settings)
+    # As many digits as `Tools.propose` tells: fewer would count less in a description length.
+    model = SymbolicRegressor(callback=lambda *_: report(), digits=DIGITS, **settings)
     model.connected_client = client
     model.variable_names = table.names
     model.fit(table.columns, _require_target(table), table.weights)

@@ -174,7 +174,7 @@ def test_data_are_limited_and_checked(server, root):
         "4 rows",
         "max_seconds",
     )
-    words = (*words, "nosuch", "parameter", "nosuch", "weight", "Use data", "below", "no column")
+    words = (*words, "nosuch", "parameter", "nosuch", "weight", "held_out", "below", "no column")
     for (is_error, text), word in zip(bad, words, strict=True):
         assert is_error
         assert word in text
@@ -280,7 +280,8 @@ def test_many_skeletons_have_a_short_answer_with_the_best_in_full(server, root):
     found = json.loads(text)
     assert len(text) < 60_000
     assert "\n" not in text
-    assert re.findall(r"\d\.\d{7}", text) == []  # six digits
+    digits = [len(number.replace(".", "").strip("0")) for number in re.findall(r"\d+\.\d+", text)]
+    assert max(digits) == 6
     assert len(found["answers"]) == 10
     assert found["best"] == found["answers"][0]["index"]
     losses = [answer["held_out_loss"] for answer in found["answers"]]
@@ -305,10 +306,8 @@ def test_a_search_and_a_proposal_have_numbers_that_compare(server, root):
     )
     for answer in json.loads(text)["answers"]:
         wanted = front[answer["index"]]
-        # The text has four digits of each constant.
-        assert answer["description_length"] == pytest.approx(
-            wanted["description_length"], rel=0.02, abs=3.0
-        )
+        # By chance a constant's six digits may end in zeros, which make it shorter.
+        assert answer["description_length"] == pytest.approx(wanted["description_length"], abs=3.0)
 
 
 @pytest.mark.parametrize(
