@@ -157,6 +157,8 @@ def test_publishing_needs_no_password():
 
 @pytest.mark.thorough
 def test_wheel_and_sdist_can_be_uploaded(tmp_path):
+    pytest.importorskip("hatchling")
+    pytest.importorskip("twine")
     for words in (["hatchling", "build", "-d", tmp_path], ["twine", "check", "--strict"]):
         files = sorted(tmp_path.iterdir()) if words[0] == "twine" else []
         command = [sys.executable, "-m", *map(str, words), *map(str, files)]
