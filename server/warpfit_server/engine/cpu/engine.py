@@ -55,7 +55,7 @@ from warpfit_server.engine.cpu.interpreter import (
 from warpfit_server.engine.interface import Arithmetic, Passes
 from warpfit_server.engine.lowering import Lowered, are_valid, check_tokens, lower_chunk
 from warpfit_server.engine.lowering_cache import LoweringCache
-from warpfit_server.engine.native.compile_processes import BACKGROUND, NICE
+from warpfit_server.engine.native.compile_processes import BACKGROUND, NICE, WANTED
 from warpfit_server.engine.native.numba_cache import address_of
 from warpfit_server.engine.native.parallel_loop import ParallelLoop
 from warpfit_server.engine.requested_outputs import (
@@ -236,7 +236,7 @@ class CpuEngine:
         report: Callable[[SearchProgress], None],
     ) -> interface.Steps[SearchProgress]:
         """Search for formulas; see `interface.Engine`."""
-        yield BACKGROUND.submit(parts.load_search, self.threads)
+        yield WANTED.submit(parts.load_search, self.threads)
         # Imported by then, on another thread: importing it delays the start of the server.
         from warpfit_server.engine.cpu.colony import CpuColony, colony_settings
         from warpfit_server.engine.cpu.pairs import CpuWeigher

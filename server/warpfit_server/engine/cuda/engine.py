@@ -59,7 +59,7 @@ from warpfit_server.engine.interface import (
     run_to_end,
     timed,
 )
-from warpfit_server.engine.native.compile_processes import BACKGROUND
+from warpfit_server.engine.native.compile_processes import BACKGROUND, WANTED
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.shared_batch import BatchSummary
 from warpfit_server.system.machine import available_cores
@@ -267,8 +267,8 @@ class CudaEngine:
         self._device.use()
         variants = {4: Variant.of(Arithmetic.FAST, 64), 8: Variant.of(Arithmetic.DOUBLE, 32)}
         if self._search_code is None:
-            self._search_code = BACKGROUND.submit(colony.load)
-            self._pairs_code = BACKGROUND.submit(pairs.load, self._device)
+            self._search_code = WANTED.submit(colony.load)
+            self._pairs_code = WANTED.submit(pairs.load, self._device)
         yield self._search_code
         yield self._pairs_code
 
@@ -276,7 +276,7 @@ class CudaEngine:
             *known, _ = given  # genomes are whole formulas
             grammar, _, screening, _ = known
             variant = variants[screening.itemsize]
-            kernels = BACKGROUND.submit(colony.load_kernels, self._device, variant, grammar)
+            kernels = WANTED.submit(colony.load_kernels, self._device, variant, grammar)
             yield kernels
             resident = self._resident(screening.dataset_id)
             return colony.CudaColony(self._device, kernels.result(), resident, cancelled, *known)

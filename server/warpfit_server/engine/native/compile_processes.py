@@ -17,12 +17,13 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from warpfit.child_processes import python_child
 from warpfit_server.system import compile_cache
 from warpfit_server.system.machine import available_cores
 
+_Name = TypeVar("_Name")
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Niceness of threads that compute, which `engine_start` passes on from the setting. Threads that
 #: take and answer calls need a core for a moment only and go before them; at the same priority
@@ -34,6 +35,8 @@ _BACKGROUND_NICE: Final = 10
 _CORES_A_THREAD: Final = 4
 #: Loads code that nobody waits for yet, in the order in which it is first needed.
 BACKGROUND: Final = ThreadPoolExecutor(max(1, available_cores() // _CORES_A_THREAD), "compile")
+#: Loads code that a caller waits for, who would otherwise wait for the code above, too.
+WANTED: Final = ThreadPoolExecutor(2, "compile-wanted")
 
 
 def compile_once(
@@ -66,9 +69,9 @@ def compile_once(
         compile_cache.write_plain(done, b"")
 
 
-def share_out(seconds: Mapping[str, float], count: int) -> list[list[str]]:
+def share_out(seconds: Mapping[_Name, float], count: int) -> list[list[_Name]]:
     """Share parts out to processes: the longest one first, to the process with least to do."""
-    found: list[list[str]] = [[] for _ in range(min(count, len(seconds)))]
+    found: list[list[_Name]] = [[] for _ in range(min(count, len(seconds)))]
     for name in sorted(seconds, key=lambda name: -seconds[name]):
         min(found, key=lambda names: sum(seconds[other] for other in names)).append(name)
     return found

@@ -98,11 +98,18 @@ PARTS: Final = {
     "compose": Part(2.0, composition.load),
     **{name: Part(*part) for name, part in fits.PARTS.items()},
 }
-#: What is needed at the same time, and is compiled side by side: a start needs "values".
+#: What is needed at the same time, and is compiled side by side: a start needs "values". Parts that
+#: stand together call the same functions, which one process compiles once for all of them.
 GROUPS: Final = {
-    "values": ("lower", "kernels", "interpret", "parallel", "check"),
-    "derivatives": ("differentiate", "linearise", "derivative_kernels", "combine", *fits.PARTS),
-    "search": ("populate", "breed", "screen", "fit", "keep", "weigh", "rules", "compose"),
+    "values": (("lower",), ("kernels",), ("interpret",), ("parallel", "check")),
+    "derivatives": (
+        *(("differentiate",), ("linearise", "combine"), ("derivative_kernels",)),
+        *((name,) for name in fits.PARTS),
+    ),
+    "search": (
+        ("populate", "breed", "rules", "compose"),
+        ("screen", "fit", "keep", "weigh"),
+    ),
 }
 #: More would wait for the longest part, and each takes some 300 MiB.
 _MOST_PROCESSES: Final = 4
@@ -115,7 +122,7 @@ def load_group(group: str, processes: int, *, urgent: bool) -> dict[str, Any]:
     """
     start = time.perf_counter()
     compile_group(group, processes, urgent=urgent)
-    found = {name: PARTS[name].load() for name in GROUPS[group]}
+    found = {name: PARTS[name].load() for together in GROUPS[group] for name in together}
     _LOG.info("code for %s is ready after %.2f s", group, time.perf_counter() - start)
     return found
 
@@ -125,8 +132,9 @@ def compile_group(group: str, processes: int, *, urgent: bool = True) -> None:
 
     No caller waits for it unless it is ``urgent``.
     """
-    seconds = {name: PARTS[name].seconds for name in GROUPS[group]}
-    shares = compile_processes.share_out(seconds, min(processes, _MOST_PROCESSES))
+    seconds = {names: sum(PARTS[name].seconds for name in names) for names in GROUPS[group]}
+    own = compile_processes.share_out(seconds, min(processes, _MOST_PROCESSES))
+    shares = [[name for names in share for name in names] for share in own]
     name, place = f"{group}-{numba_cache.host_tag()}", numba_cache.default_directory()
     compile_processes.compile_once(place, name, __name__, shares, urgent=urgent)
 

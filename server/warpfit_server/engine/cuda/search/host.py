@@ -19,7 +19,7 @@ from warpfit.dataset import Dataset
 from warpfit.searching import SearchProgress, SearchRequest
 from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import Passes, Steps
-from warpfit_server.engine.native.compile_processes import BACKGROUND
+from warpfit_server.engine.native.compile_processes import WANTED
 
 if TYPE_CHECKING:
     from warpfit_server.engine.cpu.engine import CpuEngine
@@ -52,7 +52,7 @@ class HostSearches:
     ) -> Steps[SearchProgress]:
         """Search for formulas; see `warpfit_server.engine.interface.Engine.search`."""
         if self._engine is None:
-            self._engine = BACKGROUND.submit(self._begin)
+            self._engine = WANTED.submit(self._begin)
         yield self._engine
         engine, given = self._engine.result(), datasets.whole(request.dataset_id)
         # Another search may have the same data.
