@@ -36,7 +36,8 @@ def uncounted(function: _Function) -> _Function:
     take longer than most of these functions. It must not assign to slices, for which compiled code
     may need a copy.
     """
-    return cast(_Function, njit(function, error_model="numpy", _nrt=False, forceinline=True))
+    options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return cast(_Function, njit(function, _nrt=False, forceinline=True, **options))
 
 
 def compiled_intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
