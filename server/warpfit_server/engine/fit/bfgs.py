@@ -37,10 +37,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, Final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final
 
 from warpfit.ir import Program
 from warpfit.losses import PREDICTION, TARGET, WEIGHT, mentions_weight
@@ -106,7 +103,14 @@ from warpfit_server.engine.fit.searches import (
     parts_of,
     within,
 )
-from warpfit_server.engine.fit.triangles import all_finite, dot, factorise, solve
+from warpfit_server.engine.fit.triangles import (
+    all_finite,
+    copy,
+    difference,
+    dot,
+    factorise,
+    solve,
+)
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import inlined
 
@@ -179,7 +183,8 @@ def has_kinks(row_loss: Program) -> bool:
     )[1]
 
 
-@numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+# It allocates nothing, so that references need not be counted.
+@numba_cache.njit(nogil=True, error_model="numpy", _nrt=False)  # type: ignore[untyped-decorator]
 def advance(
     edges: Integers,
     vectors: Floats,
@@ -205,9 +210,8 @@ def advance(
     an orthogonal factor get it in place of the inverse, and a call that ``resumes`` inspects them
     again, and no other ones.
     """
-    cancelled = space.cancelled
     for s in range(len(numbers)):
-        if cancelled[0]:
+        if space.cancelled[0]:
             return
         waits = counters[s, ENDING] != RUNNING
         if counters[s, REASON] != RUNNING or (waits and not inspects):
@@ -223,42 +227,63 @@ def advance(
             counter[EVALUATIONS] += 1
         if waits:
             curvature = curvatures[edges[s, PAIRS] : edges[s + 1, PAIRS]]
-            loss = new_sums[s]
-            if counter[EVALUATIONS] == 1:
-                number[INITIAL] = loss
-            # Half of the derivatives of the row losses are the residuals of squares.
-            squares = loss if limits.squares else 0.25 * number[PULL]
-            values = _values(loss, number, limits)
-            if counter[PROBING]:
-                vector[BEST, :] = 0.0  # no parameter is linear
-                if leads_on(
-                    *(vector, number, counter, gradient, curvature, loss, squares, values),
-                    *(limits, space),
-                ):
-                    counter[ENDING], counter[RESTARTS] = BEGINS, 0
-                    counter[PLATEAU] = NO_PLATEAU
-                elif counter[PROBING]:
-                    continue
-                else:
-                    _come_back(vector, counter)
-                    continue
-            if counter[ENDING] == BEGINS and not resumes:
-                if not are_usable(vector, TRIAL, squares, values, gradient, curvature):
-                    if not (math.isfinite(number[INITIAL]) and nudge(vector, counter, limits)):
-                        number[LOSS] = number[INITIAL]
-                        counter[REASON] = NOT_FINITE
-                    continue
-                number[LOSS] = loss
-                vector[SLOPE, :] = gradient
-                vector[X, :] = vector[TRIAL]
-            turning = _inspect(vector, number, counter, curvature, inverse, limits, space)
+            own = gradient, curvature, inverse, new_sums[s]
+            turning = _go_on(vector, number, counter, *own, resumes, limits, space)
         else:
-            finite = math.isfinite(new_sums[s]) and all_finite(gradient)
-            turning = _judge(
-                vector, number, counter, inverse, gradient, new_sums[s], finite, limits
-            )
+            turning = _judge(vector, number, counter, inverse, gradient, new_sums[s], limits, space)
         if turning:
-            _turn(vector, number, counter, inverse, limits, waits, cancelled)
+            _turn(vector, number, counter, inverse, limits, waits, space)
+
+
+@inlined
+def _go_on(
+    vector: Floats,
+    number: Floats,
+    counter: Integers,
+    gradient: Floats,
+    curvature: Floats,
+    inverse: Floats,
+    loss: float,
+    resumes: bool,
+    limits: SearchLimits,
+    space: Workspace,
+) -> bool:
+    """Let a search that waits begin, go on or end; True if it needs a direction."""
+    if counter[EVALUATIONS] == 1:
+        number[INITIAL] = loss
+    # Half of the derivatives of the row losses are the residuals of squares.
+    squares = loss if limits.squares else 0.25 * number[PULL]
+    values = _values(loss, number, limits)
+    if counter[PROBING]:
+        _mark_nonlinear(vector)
+        if leads_on(
+            *(vector, number, counter, gradient, curvature, loss, squares, values),
+            *(limits, space),
+        ):
+            counter[ENDING], counter[RESTARTS] = BEGINS, 0
+            counter[PLATEAU] = NO_PLATEAU
+        elif counter[PROBING]:
+            return False
+        else:
+            _come_back(vector, counter)
+            return False
+    if counter[ENDING] == BEGINS and not resumes:
+        if not are_usable(vector, TRIAL, squares, values, gradient, curvature):
+            if not (math.isfinite(number[INITIAL]) and nudge(vector, counter, limits)):
+                number[LOSS] = number[INITIAL]
+                counter[REASON] = NOT_FINITE
+            return False
+        number[LOSS] = loss
+        copy(gradient, vector[SLOPE])
+        copy(vector[TRIAL], vector[X])
+    return _inspect(vector, number, counter, curvature, inverse, limits, space)
+
+
+@inlined
+def _mark_nonlinear(vector: Floats) -> None:
+    """Say that the program is linear in no parameter."""
+    for i in range(vector.shape[1]):
+        vector[BEST, i] = 0.0
 
 
 @inlined
@@ -276,7 +301,7 @@ def _inspect(
     Where that is doubtful, the search asks for an orthogonal factor.
     """
     n, ending = vector.shape[1], counter[ENDING]
-    vector[BEST, :] = 0.0  # no parameter is linear
+    _mark_nonlinear(vector)
     # Half of the derivatives of the row losses are the residuals, where these are squares.
     squares = 0.25 * _pull(number, limits)
     values = _values(number[LOSS], number, limits)
@@ -288,16 +313,15 @@ def _inspect(
         moves = vector[FREE, i] != 0.0 and vector[LOWER, i] < vector[UPPER, i]
         moves = moves and has_effect(vector, X, i, column, vector[SLOPE, i], squares, values)
         vector[WIDTH, i] = column if moves else 0.0
-    moving = np.empty(n, dtype=np.bool_)
-    find_moving(vector, X, vector[SLOPE], moving)
-    steepest = _steepest(vector, number, moving, limits)
+    steepest = _steepest(vector, number, limits, space)
     factored = counter[FACTOR] == READY
     counter[FACTOR] = NO_FACTOR
     model = Model(X, vector[SLOPE], curvature, inverse, factored, squares, values)
     ends, reason = steepest == 0.0, RUNNING
     if not ends and (ending != BEGINS or steepest <= limits.gradient):
         # These rows are those that Levenberg-Marquardt's damping uses, and a test has none.
-        vector[DIRECTION, :] = 0.0
+        for i in range(n):
+            vector[DIRECTION, i] = 0.0
         ends, doubtful = is_minimum(vector, number, counter, model, False, limits, space)
         if doubtful and limits.squares and not space.cancelled[0]:
             counter[FACTOR] = WANTED
@@ -323,14 +347,14 @@ def _inspect(
         return False
     counter[ENDING] = RUNNING
     ridge = _RIDGE if counter[RESTARTS] == 0 else _RESTART_RIDGE
-    _begin_inverse(vector, number, counter, curvature, inverse, ridge, space.cancelled)
+    _begin_inverse(vector, number, counter, curvature, inverse, ridge, space)
     return True
 
 
 @inlined
 def _come_back(vector: Floats, counter: Integers) -> None:
     """End a search that no perturbation leads on; one with idle parameters may get another one."""
-    vector[TRIAL, :] = vector[X]
+    copy(vector[X], vector[TRIAL])
     for i in range(vector.shape[1]):
         idle = vector[WIDTH, i] == 0.0 and vector[FREE, i] != 0.0
         if idle and vector[LOWER, i] < vector[UPPER, i] and counter[PROBES] < MOST_PROBES:
@@ -351,11 +375,12 @@ def _values(loss: float, number: Floats, limits: SearchLimits) -> float:
 
 
 @inlined
-def _steepest(vector: Floats, number: Floats, moving: Any, limits: SearchLimits) -> float:
+def _steepest(vector: Floats, number: Floats, limits: SearchLimits, space: Workspace) -> float:
     """Return the greatest cosine between the derivatives of the row losses and one column."""
-    steepest = 0.0
+    steepest, moving = 0.0, space.role[: vector.shape[1]]
+    find_moving(vector, X, vector[SLOPE], moving)
     for i in range(len(moving)):
-        if moving[i] and vector[WIDTH, i] > 0.0:
+        if moving[i] != 0 and vector[WIDTH, i] > 0.0:
             steepest = max(steepest, abs(vector[SLOPE, i]) / vector[WIDTH, i])
     if steepest > 0.0:
         steepest /= math.sqrt(_pull(number, limits))
@@ -370,22 +395,25 @@ def _judge(
     inverse: Floats,
     gradient: Floats,
     loss: float,
-    finite: bool,
     limits: SearchLimits,
+    space: Workspace,
 ) -> bool:
     """Judge the trial and choose another length; True if another direction is needed."""
-    expected = dot(vector[SLOPE], vector[TRIAL] - vector[X])
+    step = space.step[: vector.shape[1]]
+    finite = math.isfinite(loss) and all_finite(gradient)
+    difference(vector[TRIAL], vector[X], step)
+    expected = dot(vector[SLOPE], step)
     slope = dot(vector[SLOPE], vector[DIRECTION])
     counter[TRIALS] += 1
     # Where bounds cut a step off, the slope along it can be positive.
     if finite and loss < number[LOSS] and loss < number[LOSS] + _DECREASE * expected:
         if loss < number[BEST_LOSS]:
             number[BEST_LOSS] = loss
-            vector[BEST, :] = vector[TRIAL]
-            vector[BEST_SLOPE, :] = gradient
+            copy(vector[TRIAL], vector[BEST])
+            copy(gradient, vector[BEST_SLOPE])
         steep = dot(gradient, vector[DIRECTION]) < _FLATTER * slope
         if _is_cut_off(vector) or not steep:
-            _accept(vector, number, counter, inverse, limits)
+            _accept(vector, number, counter, inverse, limits, space)
             return bool(counter[ENDING] == RUNNING)
         number[LOW] = number[LENGTH]
     else:
@@ -406,7 +434,7 @@ def _judge(
     if differs and counter[TRIALS] < _TRIALS:
         return False
     if number[BEST_LOSS] < math.inf:
-        _accept(vector, number, counter, inverse, limits)
+        _accept(vector, number, counter, inverse, limits, space)
     else:
         _end(vector, counter, STEP)
     return bool(counter[ENDING] == RUNNING)
@@ -416,7 +444,7 @@ def _judge(
 def _end(vector: Floats, counter: Integers, reason: int) -> None:
     """Let a search wait for being inspected."""
     counter[ENDING] = reason
-    vector[TRIAL, :] = vector[X]
+    copy(vector[X], vector[TRIAL])
 
 
 @inlined
@@ -431,22 +459,31 @@ def _is_cut_off(vector: Floats) -> bool:
 
 @inlined
 def _accept(
-    vector: Floats, number: Floats, counter: Integers, inverse: Floats, limits: SearchLimits
+    vector: Floats,
+    number: Floats,
+    counter: Integers,
+    inverse: Floats,
+    limits: SearchLimits,
+    space: Workspace,
 ) -> None:
     """Move to the best point along the direction, and end a search that has converged."""
-    step = vector[BEST] - vector[X]
-    change = vector[BEST_SLOPE] - vector[SLOPE]
+    n, length, size = vector.shape[1], 0.0, 0.0
+    step, change = space.step[:n], space.target[:n]
+    difference(vector[BEST], vector[X], step)
+    difference(vector[BEST_SLOPE], vector[SLOPE], change)
     decrease = number[LOSS] - number[BEST_LOSS]
-    length, size = vector[WIDTH] * step, vector[WIDTH] * vector[X]
-    _update_inverse(vector[WIDTH], counter, inverse, step, change)
+    for i in range(n):
+        length += (vector[WIDTH, i] * step[i]) ** 2
+        size += (vector[WIDTH, i] * vector[X, i]) ** 2
+    _update_inverse(vector[WIDTH], counter, inverse, step, change, space.right[:n])
     number[LOSS] = number[BEST_LOSS]
     number[BEST_LOSS] = math.inf
-    vector[X, :] = vector[BEST]
-    vector[SLOPE, :] = vector[BEST_SLOPE]
+    copy(vector[BEST], vector[X])
+    copy(vector[BEST_SLOPE], vector[SLOPE])
     _add_columns(vector, number, inverse, limits)
     if decrease <= limits.loss * abs(number[LOSS]):
         _end(vector, counter, LOSS_CHANGE)
-    elif math.sqrt(dot(length, length)) <= limits.step * math.sqrt(dot(size, size)):
+    elif math.sqrt(length) <= limits.step * math.sqrt(size):
         _end(vector, counter, STEP)
 
 
@@ -458,12 +495,10 @@ def _turn(
     inverse: Floats,
     limits: SearchLimits,
     begins: bool,
-    cancelled: NDArray[np.uint8],
+    space: Workspace,
 ) -> None:
     """Choose a direction and its first trial, or end the search; one that begins goes on."""
-    moving = np.empty(vector.shape[1], dtype=np.bool_)
-    find_moving(vector, X, vector[SLOPE], moving)
-    if not begins and _steepest(vector, number, moving, limits) <= limits.gradient:
+    if not begins and _steepest(vector, number, limits, space) <= limits.gradient:
         _end(vector, counter, GRADIENT)
         return
     used_up = counter[EVALUATIONS] >= _EVALUATIONS * limits.iterations + _TRIALS
@@ -471,9 +506,10 @@ def _turn(
         counter[REASON] = ITERATIONS_USED
         return
     box = _BOX if begins and counter[RESTARTS] > 0 else math.inf
-    if not _direct(vector, inverse, moving, box, cancelled):
+    for _ in range(2):
+        if _direct(vector, inverse, box, space):
+            break
         _reset_inverse(vector, number, counter, inverse)
-        _direct(vector, inverse, moving, box, cancelled)
     promised = -0.5 * dot(vector[SLOPE], vector[DIRECTION])
     if not begins and promised <= _NOT_WORTH * limits.loss * abs(number[LOSS]):
         _end(vector, counter, LOSS_CHANGE)
@@ -486,29 +522,27 @@ def _turn(
 
 
 @inlined
-def _direct(
-    vector: Floats, inverse: Floats, moving: Any, box: float, cancelled: NDArray[np.uint8]
-) -> bool:
+def _direct(vector: Floats, inverse: Floats, box: float, space: Workspace) -> bool:
     """Set the direction, see above; False unless the loss falls along it.
 
     No parameter but 0 changes by more than ``box`` times itself.
     """
-    n = len(moving)
-    p, pull, held = vector[DIRECTION], np.zeros(n), np.zeros(n, dtype=np.bool_)
+    n, p = vector.shape[1], vector[DIRECTION]
+    pull, target, held, order = space.best[:n], space.unit[:n], space.role[:n], space.order[:n]
+    find_moving(vector, X, vector[SLOPE], held)
     for i in range(n):
         # An element of 0 on the diagonal stands for a parameter that takes no part.
-        held[i] = not moving[i] and inverse[i * n + i] > 0.0
-    order, target, before = np.empty(n, dtype=np.int64), np.zeros(n), np.empty(n, dtype=np.bool_)
+        held[i] = held[i] == 0 and inverse[i * n + i] > 0.0
+        target[i] = 0.0
     for _ in range(_SETS):
-        pull[:] = vector[SLOPE]
+        copy(vector[SLOPE], pull)
         count = 0
         for i in range(n):
-            before[i] = held[i]
-            if held[i]:
+            if held[i] != 0:
                 order[count] = i
                 count += 1
-        if count:
-            system, b = np.empty(count * (count + 1) // 2), np.empty(count)
+        if count > 0:
+            system, b = space.system[: count * (count + 1) // 2], space.right[:count]
             for row in range(count):
                 i = order[row]
                 b[row] = -target[i]
@@ -519,7 +553,7 @@ def _direct(
                     j = order[column]
                     unit = math.sqrt(inverse[i * n + i]) * math.sqrt(inverse[j * n + j])
                     system[row * (row + 1) // 2 + column] = inverse[i * n + j] / unit
-            if not factorise(system, 0, count, count, cancelled):
+            if not factorise(system, 0, count, count, space.cancelled):
                 return False
             solve(system, b)
             for row in range(count):
@@ -531,17 +565,18 @@ def _direct(
         changed = False
         for i in range(n):
             down, up = vector[LOWER, i] - vector[X, i], vector[UPPER, i] - vector[X, i]
+            before = held[i]
             if vector[X, i] != 0.0:
                 down, up = max(down, -box * abs(vector[X, i])), min(up, box * abs(vector[X, i]))
-            if held[i]:
+            if before != 0:
                 p[i] = target[i]
                 force = pull[i] - vector[SLOPE, i]
                 # The bound holds the parameter back if the force points inwards.
                 held[i] = force <= 0.0 if target[i] <= down else force >= 0.0
             elif p[i] < down or p[i] > up:
                 held[i], target[i] = inverse[i * n + i] > 0.0, down if p[i] < down else up
-            changed = changed or held[i] != before[i]
-        if not changed or cancelled[0]:
+            changed = changed or held[i] != before
+        if not changed or space.cancelled[0]:
             break
     return bool(dot(vector[SLOPE], p) < 0.0 and all_finite(p))
 
@@ -567,22 +602,23 @@ def _begin_inverse(
     curvature: Floats,
     inverse: Floats,
     ridge: float,
-    cancelled: NDArray[np.uint8],
+    space: Workspace,
 ) -> None:
     """Invert the damped curvature, scaled to a unit diagonal."""
     n, width = vector.shape[1], vector[WIDTH]
-    system, column = np.empty(n * (n + 1) // 2), np.empty(n)
+    system, column = space.system[: n * (n + 1) // 2], space.right[:n]
     for i in range(n):
         row = i * (i + 1) // 2
         for j in range(i):
             known = width[i] > 0.0 and width[j] > 0.0
             system[row + j] = curvature[row + j] / (width[i] * width[j]) if known else 0.0
         system[row + i] = 1.0 + ridge
-    if not factorise(system, 0, n, n, cancelled):
+    if not factorise(system, 0, n, n, space.cancelled):
         _reset_inverse(vector, number, counter, inverse)
         return
     for j in range(n):
-        column[:] = 0.0
+        for i in range(n):
+            column[i] = 0.0
         column[j] = 1.0
         solve(system, column)
         for i in range(n):
@@ -616,7 +652,8 @@ def _reset_inverse(vector: Floats, number: Floats, counter: Integers, inverse: F
     No eigenvalue of a curvature with a unit diagonal exceeds the number of parameters.
     """
     n = vector.shape[1]
-    inverse[:] = 0.0
+    for i in range(n * n):
+        inverse[i] = 0.0
     for i in range(n):
         width = vector[WIDTH, i]
         if width > 0.0:
@@ -626,9 +663,17 @@ def _reset_inverse(vector: Floats, number: Floats, counter: Integers, inverse: F
 
 @inlined
 def _update_inverse(
-    width: Floats, counter: Integers, inverse: Floats, step: Floats, change: Floats
+    width: Floats,
+    counter: Integers,
+    inverse: Floats,
+    step: Floats,
+    change: Floats,
+    mapped: Floats,
 ) -> None:
-    """Update the inverse so that it maps the change of the gradient to the step."""
+    """Update the inverse so that it maps the change of the gradient to the step.
+
+    ``mapped`` is memory for what it maps the change to.
+    """
     n = len(step)
     curved, length, turned = dot(step, change), 0.0, 0.0
     for i in range(n):
@@ -637,16 +682,18 @@ def _update_inverse(
             turned += (change[i] / width[i]) ** 2
     if not curved > _CURVED * math.sqrt(length) * math.sqrt(turned):
         return
-    mapped = np.zeros(n)
     for i in range(n):
+        mapped[i] = 0.0
         for j in range(n):
             mapped[i] += inverse[i * n + j] * change[j]
     stretched = dot(change, mapped)
     if counter[UPDATES] == 0 and stretched > 0.0:
         # The first inverse knows the shape but not the size (Nocedal and Wright, equation 6.20).
         factor = curved / stretched
-        inverse[:] = inverse * factor
-        mapped *= factor
+        for i in range(n * n):
+            inverse[i] *= factor
+        for i in range(n):
+            mapped[i] *= factor
         stretched = curved
     ratio = (1.0 + stretched / curved) / curved
     for i in range(n):

@@ -29,11 +29,6 @@ _STATE: Final = _COUNTS, _ROWS, _ROWS, _COUNTS, *[_NUMBERS] * 4
 
 def load() -> None:
     """Load the code of all methods, or compile it."""
-    for _, load_part in PARTS.values():
-        load_part()
-
-
-def _load_levenberg_marquardt() -> None:
     numba_cache.load(
         levenberg_marquardt.advance, types.void(*_STATE, _NUMBERS, types.boolean, _LIMITS, _SPACE)
     )
@@ -46,15 +41,10 @@ def _load_levenberg_marquardt() -> None:
     mark_linear = types.void(codes, values, places, places, _COUNTS, _COUNTS, _NUMBERS)
     numba_cache.load(separable.mark_linear, mark_linear)
     starts.load()
-
-
-def _load_bfgs() -> None:
     flags = types.boolean, types.boolean
     numba_cache.load(bfgs.advance, types.void(*_STATE, *flags, _LIMITS, _SPACE))
 
 
-#: What other processes compile: seconds that it takes, and what loads it.
-PARTS: Final[dict[str, tuple[float, Callable[[], None]]]] = {
-    "lm": (9.0, _load_levenberg_marquardt),
-    "bfgs": (6.5, _load_bfgs),
-}
+#: What other processes compile: seconds that it takes, and what loads it. The methods share most
+#: functions, which one process types and lowers once.
+PARTS: Final[dict[str, tuple[float, Callable[[], None]]]] = {"fits": (28.0, load)}

@@ -278,7 +278,9 @@ def parts_of(
 ) -> Any:
     """Return views of the vectors, numbers, counters and new gradient of search ``s``."""
     begin, end = edges[s, PARAMETERS], edges[s + 1, PARAMETERS]
-    return vectors[:, begin:end], numbers[s], counters[s], gradients[begin:end]
+    # A step makes the type of the gradient that of a row of the vectors. So functions that take
+    # either are compiled once.
+    return vectors[:, begin:end], numbers[s], counters[s], gradients[begin:end:1]
 
 
 @inlined
