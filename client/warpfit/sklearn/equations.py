@@ -93,6 +93,9 @@ class Equation:
     variables come from different rows and are up to half as far out again: if it leaves the range
     of the target there, with a quarter of that for room, and that of a linear model, as at a
     pole."""
+    taken_by_constants: float = 0.0
+    """Nats that a choice adds to ``description_length`` where there are fewer than 40 rows: each
+    constant takes a row's worth of what they say. Otherwise 0."""
     is_linear_regression: bool = False
     """Whether this is the linear regression of all variables, the null model: nothing has chosen
     its structure, which counts nothing in its ``predictive_length``. It is fitted to all rows, and
@@ -104,8 +107,8 @@ class Equation:
 
     @property
     def choice_length(self) -> float:
-        """``description_length`` and ``surprise``, by which formulas are chosen."""
-        return self.description_length + self.surprise
+        """``description_length``, ``surprise`` and ``taken_by_constants``, by which one chooses."""
+        return self.description_length + self.surprise + self.taken_by_constants
 
 
 def build_front(
@@ -122,6 +125,7 @@ def build_front(
     surprise: Callable[[Program, float], float] = lambda _program, _excess: 0.0,
     is_unpaid: Callable[[Program, float], bool] = lambda _program, _excess: False,
     structure: Callable[[Program], float] = lambda _program: 0.0,
+    taken: Callable[[Program, float], float] = lambda _program, _excess: 0.0,
 ) -> list[Equation]:
     """Rank formulas by complexity, and leave out those that a simpler one equals in loss.
 
@@ -145,6 +149,7 @@ def build_front(
         is_unpaid: tells of a program and its loss above ``floor`` whether the rows are too few for
             so long a formula.
         structure: returns `Equation.structure_length` of a program.
+        taken: returns `Equation.taken_by_constants` of a program and its loss above ``floor``.
 
     """
     predictive = predictive or {}
@@ -160,6 +165,7 @@ def build_front(
             score=0.0,
             description_length=length(program, excess),
             surprise=surprise(program, excess),
+            taken_by_constants=taken(program, excess),
             r2=r2(excess + floor),
             r2_held_out=held_out,
             program=program,
@@ -174,8 +180,9 @@ def build_front(
     # A formula may have no value on rows that the search did not compare.
     finite = [entry for entry in found if math.isfinite(entry[1])] or list(found)[:1]
     equations = [measured(*entry) for entry in finite]
-    best = min(equations, key=lambda equation: equation.choice_length)
-    stay = [best]
+    # Few rows do not pay for a long formula, which is shown, and said not to be supported.
+    best = min(equations, key=lambda equation: equation.description_length + equation.surprise)
+    stay = [best, min(equations, key=lambda equation: equation.choice_length)]
     if predictive:
         stay += [e for e in equations if e.is_linear_regression]
         stay += [_by_prediction([e for e in equations if e.is_supported] or equations)]

@@ -196,7 +196,8 @@ class Selection:
 
     def choice_length(self, program: Program, loss: float) -> float:
         """Return `Equation.choice_length` of a formula with a loss above the least one."""
-        return self.description_length(program, loss) + self.surprise(program, loss)
+        length = self.description_length(program, loss) + self.surprise(program, loss)
+        return length + self.taken_by_constants(program, loss)
 
     def surprise(self, program: Program, loss: float) -> float:
         """Return `Equation.surprise` of a formula with a loss above the least one."""
@@ -346,15 +347,9 @@ class Selection:
             return False
         if len(self.training.target) >= FEWEST_DIVIDED:
             return self.hangs_on_few_rows(program)
-        least = max(ROUNDING * self.scale, math.ulp(0.0))
-        mean = Program.constant(float(np.median(self.training.target)))
-        gain = self.deviance(mean, max(self.scale, least))
-        gain -= self.deviance(program, max(excess, least))
-        constants = sum(
-            np.count_nonzero(own.codes == CONSTANT) for own in self.form.parts_of(program)
-        )
+        constants = self._constants(program)
         taken = 0.5 * constants * math.log(max(self.amount(), 2.0))
-        gain *= max(0.0, 1.0 - constants / self.amount())
+        gain = self._gain(program, excess) * max(0.0, 1.0 - constants / self.amount())
         return 0.5 * gain < self.structure_length(program) + taken
 
     def hangs_on_few_rows(self, program: Program) -> bool:
@@ -384,6 +379,30 @@ class Selection:
         of_others = gain(others)
         hangs = of_others < min(self.structure_length(program), _OF_OTHERS * gain(order))
         return hangs and not self.r2(program) > _PREDICTED
+
+    def taken_by_constants(self, program: Program, excess: float) -> float:
+        """Return `Equation.taken_by_constants` of a formula with a loss above the least one.
+
+        Each constant makes one residual vanish, so that n rows and k constants say as much as n - k
+        rows would, as in the restricted likelihood (Patterson and Thompson 1971): eight planets fit
+        any formula of eight constants.
+        """
+        if len(self.training.target) >= FEWEST_DIVIDED or not program.variables:
+            return 0.0
+        taken = min(1.0, self._constants(program) / self.amount())
+        return 0.5 * taken * max(0.0, self._gain(program, excess))
+
+    def _constants(self, program: Program) -> int:
+        """Count the constants of a formula, those with a short form, too."""
+        parts = self.form.parts_of(program)
+        return sum(np.count_nonzero(own.codes == CONSTANT) for own in parts)
+
+    def _gain(self, program: Program, excess: float) -> float:
+        """Return twice the nats by which a formula is more likely than the median target."""
+        least = max(ROUNDING * self.scale, math.ulp(0.0))
+        middle = Program.constant(float(np.median(self.training.target)))
+        own = self.deviance(program, max(excess, least))
+        return self.deviance(middle, max(self.scale, least)) - own
 
     # The null model.
 

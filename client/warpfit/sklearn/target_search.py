@@ -688,6 +688,7 @@ class TargetSearch:
             self.selection.surprise,
             self.selection.is_unpaid,
             self.selection.structure_length,
+            self.selection.taken_by_constants,
         )
         if not isinstance(self.form, TemplateForm):
             return front

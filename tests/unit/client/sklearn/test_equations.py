@@ -180,6 +180,7 @@ def test_values_that_no_row_makes_expect_speak_against_a_formula(text, surprises
         longer = judge.choice_length(parse(text), level) - judge.description_length(
             parse(text), level
         )
+        longer -= judge.taken_by_constants(parse(text), level)
         assert longer == pytest.approx(judge.surprise(parse(text), level))
 
 
@@ -228,6 +229,26 @@ def weighed(X, y, held_out=0):
     training = TrainingData(X, y, np.ones(len(y)))
     own = {"scale": float(np.var(y)), "held_out": np.arange(len(y) - held_out, len(y))}
     return Selection(training, as_function(as_loss("mse")), Form(), len, 13, **own)
+
+
+@pytest.mark.parametrize("rows", [6, 8, 12])
+def test_constants_take_a_row_each_from_what_few_rows_say(rows):
+    """A law of two constants is chosen before a formula that has one for nearly each row."""
+    x = np.geomspace(0.4, 30.0, rows)[:, None]
+    y = 365.0 * x[:, 0] ** 1.5 * (1.0 + 1e-3 * np.random.default_rng(rows).normal(size=rows))
+    law = parse("365*x1^1.5")
+    others = np.polynomial.Polynomial.fit(x[:, 0], y, rows - 2).convert().coef.tolist()
+    exact = parse(" + ".join(f"{c!r}*x1^{k}" for k, c in enumerate(others)))
+    judge = weighed(x, y)
+
+    def lengths(program):
+        loss = float(np.mean(np.square(evaluate_program(program, x.T) - y)))
+        return loss, judge.choice_length(program, loss)
+
+    (own, length), (least, other) = lengths(law), lengths(exact)
+    assert least < own
+    assert length < other
+    assert judge.taken_by_constants(parse("5"), 1.0) == 0.0
 
 
 @pytest.mark.parametrize("rows", [60, 1000])
