@@ -395,7 +395,7 @@ class Selection:
     def _constants(self, program: Program) -> int:
         """Count the constants of a formula, those with a short form, too."""
         parts = self.form.parts_of(program)
-        return sum(np.count_nonzero(own.codes == CONSTANT) for own in parts)
+        return sum(int(np.count_nonzero(own.codes == CONSTANT)) for own in parts)
 
     def _gain(self, program: Program, excess: float) -> float:
         """Return twice the nats by which a formula is more likely than the median target."""
