@@ -11,7 +11,9 @@ setting is what the others are compared with. On a machine without a GPU:
 * ``fits``: one call of 3,000 searches, split likewise;
 * ``loss of an engine``: one engine is killed while 16 workers repeat a batch.
 
-``--scale`` multiplies the numbers of rows, but not below 1,000.
+``--scale`` multiplies the numbers of rows, but not below 1,000. ``--encoded`` has the many workers
+send messages that were encoded beforehand, and ``--worker-cores 10`` gives workers the last ten
+cores and the servers the others: what the server can do where workers are on other hosts.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import psutil
 from harness import RESULTS, SEED, ServerProcess, percentiles, save, write_result
 
 import warpfit
-from support.load.worker_processes import Pool, Workers, table, throughput
+from support.load.worker_processes import ENCODED, Pool, Workers, table, throughput
 from warpfit.calls.results import Fit
 
 #: Programs and rows of the calls of many workers.
@@ -55,7 +57,8 @@ def sustained(workers: Workers, servers: dict[str, ServerProcess], options: Any)
             rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
             for _ in range(options.rounds):
                 for name, server in servers.items():
-                    order = (server.address, programs, rows, options.seconds, None)
+                    sent = ENCODED if options.encoded else None
+                    order = (server.address, programs, rows, options.seconds, sent)
                     results, busy = watched(workers, server, count, order)
                     rounds[name].append(
                         {**throughput(results, rows), **latencies(results), "busy_cores": busy}
@@ -275,6 +278,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--front-ends", type=int, help="default: the server's own")
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
     parser.add_argument("--programs", type=int, help="only this many a call in sustained runs")
+    parser.add_argument("--encoded", action="store_true", help="messages are there beforehand")
+    parser.add_argument("--worker-cores", type=int, default=0, help="cores of workers alone")
     parser.add_argument("--name", default="devices", help="of the result")
     options = parser.parse_args()
 
@@ -291,7 +296,14 @@ def main() -> None:
     options = parsed()
     started = time.perf_counter()
     content: dict[str, Any] = {"seed": SEED, "load_average_before": os.getloadavg()[0]}
-    with running(options) as servers, Workers(max(options.workers)) as workers:
+    content |= {"encoded": options.encoded, "worker_cores": options.worker_cores}
+    cores = sorted(os.sched_getaffinity(0))
+    split = len(cores) - options.worker_cores
+    with ExitStack() as held:  # processes begin on the cores of this one
+        os.sched_setaffinity(0, cores[:split])
+        servers = held.enter_context(running(options))
+        os.sched_setaffinity(0, cores[split:] or cores)
+        workers = held.enter_context(Workers(max(options.workers)))
         for part in options.parts:
             content[part] = PARTS[part](workers, servers, options)
             write_result(options.name, content, options.directory or RESULTS)

@@ -18,11 +18,14 @@ import psutil
 
 import warpfit
 from support.random_programs import thesis_mix
+from warpfit import codec
+from warpfit.calls.arguments import EvaluateOptions, build_evaluation
 from warpfit.errors import WarpfitError
 from warpfit.ir import Batch, Program
 
 SEED: Final = 20261121
 VARIABLES: Final = 10
+EVALUATE: Final = "/warpfit.v1.Evaluator/Evaluate"
 #: Programs that fresh batches are drawn from.
 POOL: Final = 6_000
 #: Most programs of a call that are sent as lists.
@@ -63,7 +66,8 @@ def work(number: int, orders: Connection) -> None:
     """Serve the orders of the main process: connect, then call until the time is up.
 
     An order has address, programs a call, rows, seconds, and what is sent: other batches for each
-    call (None), one batch again and again (0), or batches that come some times each (`Repeats`).
+    call (None), the same as messages that were encoded before (`ENCODED`), one batch again and
+    again (0), or batches that come some times each (`Repeats`).
     """
     pool = Pool(SEED + 1 + number % 16, 2_000)
     pool.random = np.random.default_rng(SEED + number)
@@ -77,6 +81,9 @@ def work(number: int, orders: Connection) -> None:
             data = client.upload(*table(rows))
             if isinstance(fresh, Repeats):
                 send = moved(client, data, pool, programs, fresh)
+            elif fresh == ENCODED:
+                calls = int(seconds * PROGRAMS_A_SECOND / programs)
+                send = encoded(address, data, pool, programs, calls)
             elif fresh is None:
                 calls = int(seconds * PROGRAMS_A_SECOND / programs)
                 send = drawn(client, data, pool, programs, calls)
@@ -86,6 +93,10 @@ def work(number: int, orders: Connection) -> None:
             orders.send(None)
             orders.recv()  # all workers are ready
             orders.send(call(send, seconds))
+
+
+#: An order for messages that were encoded before the time is taken.
+ENCODED: Final = "encoded"
 
 
 class Repeats(NamedTuple):
@@ -126,6 +137,28 @@ def drawn(client: warpfit.Client, data: Any, pool: Pool, count: int, calls: int)
         tokens, given = next(batches)
         answer = client.run(data, *given, loss="mse", precision="fast")
         return Answer(tokens, answer.timings.device, b"")
+
+    return send
+
+
+def encoded(address: str, data: Any, pool: Pool, count: int, calls: int) -> Callable[[], Answer]:
+    """Return what sends a message that was not sent before, and does not read the answer.
+
+    So workers on the server's host leave it the cores. The messages come again when all were sent.
+    """
+    batches = [pool.draw(count) for _ in range(calls)]
+    asked: EvaluateOptions = {"loss": "mse", "precision": "fast"}
+    asks = [build_evaluation(data, batch, None, None, asked)[0] for batch in batches]
+    messages = [codec.evaluation_to_bytes(each) for each in asks]
+    turns = itertools.cycle(zip([len(batch.codes) for batch in batches], messages, strict=True))
+    channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+    method = channel.stream_stream(EVALUATE)
+
+    def send() -> Answer:
+        tokens, message = next(turns)
+        for _ in method(iter((message,)), timeout=60.0):
+            pass
+        return Answer(tokens, "", b"")
 
     return send
 

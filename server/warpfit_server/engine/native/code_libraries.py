@@ -5,14 +5,21 @@ caller, which is optimised again: a function below ten others is compiled ten ti
 functions here are called from compiled code only. So such a callee remains instructions, and the
 function that is called from outside is compiled with all of them at once. The results are the
 same, and it takes a third to a half of the time. The passes of Numba and LLVM are the usual ones.
+
+Numba's libraries are no public interface. So this is for the versions that it was tested with, and
+with others functions are compiled as usual.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
+import numba
 from numba.core import codegen, compiler
+
+#: Versions whose libraries are known.
+KNOWN_VERSIONS: Final = ((0, 68),)
 
 
 class _Callee(codegen.JITCodeLibrary):  # type: ignore[misc]
@@ -106,3 +113,9 @@ class WholeCompiler(compiler.Compiler):  # type: ignore[misc]
         state.library = _Whole(state.targetctx.codegen(), state.func_id.func_qualname)
         state.library.enable_object_caching()
         return super().define_pipelines()
+
+
+def compiler_options() -> dict[str, Any]:
+    """Return the options of ``numba.njit`` for functions that are called from outside."""
+    is_known = numba.version_info.short in KNOWN_VERSIONS
+    return {"pipeline_class": WholeCompiler} if is_known else {}

@@ -23,7 +23,7 @@ from numba.core import caching
 from numba.core.compiler_lock import global_compiler_lock
 from numba.np import linalg
 
-from warpfit_server.engine.native.code_libraries import WholeCompiler
+from warpfit_server.engine.native.code_libraries import compiler_options
 from warpfit_server.system import compile_cache
 from warpfit_server.system.compile_cache import default_cache_directory, numba_directory
 
@@ -46,7 +46,7 @@ def njit(**options: Any) -> Any:
     """
 
     def decorate(function: Any) -> Any:
-        compiled = numba.njit(pipeline_class=WholeCompiler, **options)(function)
+        compiled = numba.njit(**compiler_options(), **options)(function)
         if numba.config.DISABLE_JIT:
             return compiled
         compiled._cache = _SealedCache(function)

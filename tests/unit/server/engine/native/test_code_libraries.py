@@ -11,6 +11,7 @@ import numpy as np
 from numba import types
 from numba.extending import register_jitable
 
+from warpfit_server.engine.native import code_libraries
 from warpfit_server.engine.native.intrinsics import inlined, uncounted
 from warpfit_server.engine.native.numba_cache import load, njit
 
@@ -59,8 +60,11 @@ def signature():
     return types.float64(types.float64[::1], types.int64)
 
 
+@pytest.mark.parametrize("known", [code_libraries.KNOWN_VERSIONS, ()])
 @pytest.mark.parametrize("decorate", makers())
-def test_callees_are_compiled_with_the_function_that_calls_them(decorate):
+def test_callees_are_compiled_with_the_function_that_calls_them(decorate, known, monkeypatch):
+    """With a version of Numba that is not known they are compiled as usual."""
+    monkeypatch.setattr(code_libraries, "KNOWN_VERSIONS", known)
     vector = np.array([1.5, -2.0])
     for _ in range(2):  # compiled, and from the disk
         combine, _ = chain(decorate, njit(error_model="numpy"))
@@ -70,6 +74,7 @@ def test_callees_are_compiled_with_the_function_that_calls_them(decorate):
             combine(vector, 0)
 
 
+@pytest.mark.skipif(not code_libraries.compiler_options(), reason="a version that is not known")
 def test_a_callee_has_no_machine_code_of_its_own():
     combine, norm = chain(numba.njit, njit(error_model="numpy"))
     load(combine, signature())
