@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any, Final, NamedTuple, Self
 
 import grpc
@@ -153,11 +154,21 @@ def encoded(address: str, data: Any, pool: Pool, count: int, calls: int) -> Call
     turns = itertools.cycle(zip([len(batch.codes) for batch in batches], messages, strict=True))
     channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
     method = channel.stream_stream(EVALUATE)
+    calls_of: list[tuple[SimpleQueue[bytes], Any]] = []
 
     def send() -> Answer:
+        """Send a message in a call in which one follows the other, as clients do."""
         tokens, message = next(turns)
-        for _ in method(iter((message,)), timeout=60.0):
-            pass
+        if not calls_of:
+            waiting: SimpleQueue[bytes] = SimpleQueue()
+            calls_of.append((waiting, method(iter(waiting.get, None), timeout=600.0)))
+        requests, answers = calls_of[0]
+        requests.put(message)
+        try:
+            next(answers)
+        except (StopIteration, grpc.RpcError):  # the server keeps an idle call for half a second
+            calls_of.clear()
+            return send()
         return Answer(tokens, "", b"")
 
     return send
