@@ -26,6 +26,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
@@ -915,6 +916,8 @@ def serve_http(
         transport_security=security, host=host, stateless_http=True
     )
     sys.setswitchinterval(_SWITCH_SECONDS)
+    with suppress(ImportError):  # at the first search it would stop all callers for half a second
+        import_module("warpfit.sklearn")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
