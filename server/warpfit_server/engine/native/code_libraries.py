@@ -22,16 +22,22 @@ from numba.core import codegen, compiler
 KNOWN_VERSIONS: Final = ((0, 68),)
 
 
-class _Callee(codegen.JITCodeLibrary):  # type: ignore[misc]
-    """Instructions of a function, and the libraries of all that it calls, callees first."""
+class _WithParts(codegen.JITCodeLibrary):  # type: ignore[misc]
+    """Code of a function, and the libraries of all that it calls, callees first."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.parts: dict[Any, None] = {}
 
     def add_linking_library(self, library: Any) -> None:
-        """Remember a library that callers need with this one."""
-        _add(self.parts, library)
+        """Remember a library that is linked with this one, and what that calls."""
+        if isinstance(library, _Callee):
+            self.parts.update(library.parts)
+        self.parts[library] = None
+
+
+class _Callee(_WithParts):
+    """Instructions of a function that is called by others alone."""
 
     def finalize(self) -> None:
         """Leave the instructions as they are."""
@@ -44,7 +50,7 @@ class _Callee(codegen.JITCodeLibrary):  # type: ignore[misc]
 
     @property
     def codegen(self) -> Any:
-        """What connects machine code with Python."""
+        """Return what tells machine code where Python's objects are; there is no machine code."""
         return _NoMachineCode()
 
     def own_module(self) -> Any:
@@ -59,16 +65,8 @@ class _Callee(codegen.JITCodeLibrary):  # type: ignore[misc]
         return whole
 
 
-class _Whole(codegen.JITCodeLibrary):  # type: ignore[misc]
+class _Whole(_WithParts):
     """Machine code of a function with all that it calls."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.parts: dict[Any, None] = {}
-
-    def add_linking_library(self, library: Any) -> None:
-        """Remember a library that becomes a part of this one."""
-        _add(self.parts, library)
 
     def finalize(self) -> None:
         """Link all parts, and compile them."""
@@ -82,12 +80,6 @@ class _NoMachineCode:
 
     def set_env(self, name: str, environment: Any) -> None:
         """Do nothing: it is for functions that Python calls."""
-
-
-def _add(parts: dict[Any, None], library: Any) -> None:
-    if isinstance(library, _Callee):
-        parts.update(library.parts)
-    parts[library] = None
 
 
 def _module(part: Any) -> Any:
