@@ -13,6 +13,7 @@ import copy
 import gzip
 import io
 import json
+import math
 import os
 import re
 import socket
@@ -21,7 +22,7 @@ import sys
 import time
 import zlib
 from argparse import Namespace
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext, suppress
@@ -824,15 +825,18 @@ class _FairShares:
     """An ASGI application whose callers share the time of this process.
 
     Reading a request holds Python's lock, also one that is refused. Who takes more than a share of
-    the time waits before the next request is read, if others have called in the last second, and is
-    refused if that takes too long (virtual scheduling, as in the traffic contracts of ATM: ITU-T
-    I.371, 2004, annex A). Tokens that no server has accepted yet count together for each address.
+    the time waits before the next request is read, if others have called in the last second. It is
+    refused if that takes too long, or if many requests wait already (virtual scheduling, as in the
+    traffic contracts of ATM: ITU-T I.371, 2004, annex A). Tokens that no server has accepted yet
+    count together for each address.
     """
 
     def __init__(self, app: Any, is_known: Callable[[bytes], bool]) -> None:
         self._app, self._is_known = app, is_known
         self._paid: OrderedDict[bytes, float] = OrderedDict()
         """Until when each caller has used its share, the longest unused first."""
+        self._waiting = Counter[bytes]()
+        """Requests of each caller that wait, each of which keeps a connection."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve a request when its caller's turn has come."""
@@ -847,14 +851,19 @@ class _FairShares:
         now = time.monotonic()
         is_alone = all(who == caller or at < now - 1.0 for who, at in self._paid.items())
         wait = 0.0 if is_alone else self._paid[caller] - now - _BURST_SECONDS / _SHARE
-        if wait > _LONGEST_WAIT:
-            again = str(round(wait)).encode()
+        if wait > _LONGEST_WAIT or (wait > 0.0 and self._waiting[caller] >= _MOST_WAITING):
+            again = str(math.ceil(wait)).encode()
             head = [(b"retry-after", again), (b"content-length", b"0")]
             await send({"type": "http.response.start", "status": 429, "headers": head})
             await send({"type": "http.response.body"})
             return
         if wait > 0.0:
-            await asyncio.sleep(wait)
+            self._waiting[caller] += 1
+            try:
+                await asyncio.sleep(wait)
+            finally:
+                self._waiting[caller] -= 1
+                self._waiting += Counter()  # keeps those above 0
 
         async def counted() -> Any:
             message = await receive()

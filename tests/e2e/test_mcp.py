@@ -447,6 +447,16 @@ def test_callers_over_http_share_the_time_of_the_process(monkeypatch):
     call(b"modest")
     assert not slept
     now[0] += 60.0
+    for number in range(60):
+        call(b"greedy")
+        call(b"modest") if number % 10 == 0 else None
+    assert slept
+    assert not shares._waiting
+    shares._waiting[mcp_server.token_digest("greedy")] = 32  # each of which keeps a connection
+    assert call(b"greedy") == 429
+    shares._waiting.clear()
+    del slept[:]
+    now[0] += 60.0
     for number in range(300):  # tokens that nobody has accepted
         call(f"made up {number}".encode(), address="10.0.0.9")
         call(b"modest") if number % 50 == 0 else None

@@ -147,7 +147,7 @@ def build_front(
         null: the linear regression, if it takes part.
         surprise: returns `Equation.surprise` of a program and its loss above ``floor``.
         is_unpaid: tells of a program and its loss above ``floor`` whether the rows are too few for
-            so long a formula.
+            so long a formula, or few of many rows make it.
         structure: returns `Equation.structure_length` of a program.
         taken: returns `Equation.taken_by_constants` of a program and its loss above ``floor``.
 
@@ -281,6 +281,35 @@ def selected(front: Sequence[Equation], name: str) -> int:
     if not eligible:
         return max(range(len(front)), key=lambda place: front[place].r2_held_out)
     return list(front).index(SELECTIONS[name](eligible))
+
+
+def reason_against(favourite: Equation, chosen: Equation, rows: int, *, is_few: bool) -> str:
+    """Return why an equation that is not supported was not chosen, for a warning.
+
+    Args:
+        favourite: the equation that the criterion prefers.
+        chosen: the one that was chosen in its place.
+        rows: number of rows.
+        is_few: whether they are too few to hold some out.
+    """
+    instead = f"{chosen.equation[:200]} is chosen"
+    if is_few:
+        return (
+            f"has {favourite.complexity} tokens, which {rows} rows do not pay for: a search finds "
+            f"one as good by chance. {instead}. Give more rows, or a smaller max_size"
+        )
+    robust = "a loss such as 'mae' or 'huber' is less disturbed by them"
+    if favourite.r2_held_out < 0.0:
+        return (
+            f"has an R2 of {favourite.r2_held_out:.3g} on the rows held out, so that "
+            f"{chosen.equation[:200]} with an R2 of {chosen.r2_held_out:.3g} is chosen. "
+            f"The data may hold little but noise, or outliers: {robust}. "
+            "held_out=0 chooses without such rows"
+        )
+    return (
+        "explains the rows with the farthest targets, and hardly anything of the others: a search "
+        f"finds one as good for noise. {instead}. The rows may be outliers: {robust}"
+    )
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ from warpfit.sklearn.keywords import (
     explains_keywords,
 )
 from warpfit.sklearn.search_task import INTERRUPTIONS, Terminated
+from warpfit.sklearn.selection import FEWEST_DIVIDED
 from warpfit.sklearn.target_search import Progress, TargetSearch, load, save_table
 from warpfit.sklearn.templates import GroupedForm, Template, TemplateForm
 from warpfit.transport.call import CallingBack
@@ -142,8 +143,8 @@ class SymbolicRegressor(FormulaRegressor):
         ``"best"``, the highest score among those with at most 1.5 times the least loss, as in PySR,
         both above the least that any prediction could have.
         Equations with variables that have no value on one of the rows held out or, if squares
-        are minimised, an R^2 below 0 there, are chosen by none of them if there are others; a
-        `SearchWarning` says so.
+        are minimised, an R^2 below 0 there, or that explain the rows with the farthest targets
+        alone, are chosen by none of them if there are others; a `SearchWarning` says so.
     population : int, optional
         Formulas of all islands together, each of which has a child in a generation; None for as
         many as suit the engine.
@@ -819,18 +820,8 @@ class SymbolicRegressor(FormulaRegressor):
         favourite = eq.SELECTIONS[self.model_selection](front)
         if not favourite.is_supported:
             chosen = front[eq.selected(front, self.model_selection)]
-            why = (
-                f"has an R2 of {favourite.r2_held_out:.3g} on the rows held out, so that "
-                f"{chosen.equation[:200]} with an R2 of {chosen.r2_held_out:.3g} is chosen. "
-                "The data may hold little but noise, or outliers: a loss such as 'mae' or 'huber' "
-                "is less disturbed by them. held_out=0 chooses without such rows"
-            )
-            if math.isnan(favourite.r2_held_out):
-                why = (
-                    f"has {favourite.complexity} tokens, which {len(training.target)} rows do not "
-                    f"pay for: a search finds one as good by chance. {chosen.equation[:200]} is "
-                    "chosen. Give more rows, or a smaller max_size"
-                )
+            is_few = len(training.target) < FEWEST_DIVIDED
+            why = eq.reason_against(favourite, chosen, len(training.target), is_few=is_few)
             warnings.warn(
                 f"the equation that {self.model_selection!r} prefers, "
                 f"{favourite.equation[:200]}, {why}",

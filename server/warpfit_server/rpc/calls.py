@@ -422,9 +422,9 @@ class Call:
                 handlers.admission.leave(self.record.tenant, 0, self._nbytes)
             if self._is_open:
                 handlers.open_calls.leave(self.record.tenant)
-        if self._held_seconds:
-            time.sleep(self._held_seconds)
-            handlers.held.release()
+            if self._held_seconds:
+                time.sleep(self._held_seconds)
+                handlers.held.release()
 
     def _begin(self, message: bytes | None) -> bool:
         """Admit a request, whose message is there if it is not the first; return False if not."""

@@ -143,7 +143,7 @@ def drawn(client: warpfit.Client, data: Any, pool: Pool, count: int, calls: int)
 
 
 def encoded(address: str, data: Any, pool: Pool, count: int, calls: int) -> Callable[[], Answer]:
-    """Return what sends a message that was not sent before, and does not read the answer.
+    """Return what sends a message that was encoded before, and does not decode the answer.
 
     So workers on the server's host leave it the cores. The messages come again when all were sent.
     """
@@ -159,16 +159,19 @@ def encoded(address: str, data: Any, pool: Pool, count: int, calls: int) -> Call
     def send() -> Answer:
         """Send a message in a call in which one follows the other, as clients do."""
         tokens, message = next(turns)
-        if not calls_of:
-            waiting: SimpleQueue[bytes] = SimpleQueue()
-            calls_of.append((waiting, method(iter(waiting.get, None), timeout=600.0)))
-        requests, answers = calls_of[0]
-        requests.put(message)
-        try:
-            next(answers)
-        except (StopIteration, grpc.RpcError):  # the server keeps an idle call for half a second
-            calls_of.clear()
-            return send()
+        for is_first in (True, False):  # the server keeps an idle call for half a second
+            if not calls_of:
+                waiting: SimpleQueue[bytes] = SimpleQueue()
+                calls_of.append((waiting, method(iter(waiting.get, None), timeout=600.0)))
+            requests, answers = calls_of[0]
+            requests.put(message)
+            try:
+                next(answers)
+                break
+            except (StopIteration, grpc.RpcError) as error:
+                calls_of.clear()
+                if not is_first:
+                    raise WarpfitError("the call has ended", "CANCELLED") from error
         return Answer(tokens, "", b"")
 
     return send

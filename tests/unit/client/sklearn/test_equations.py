@@ -15,7 +15,7 @@ from warpfit.expressions.reference import evaluate_program
 from warpfit.losses import LossFunction, as_function, as_loss, poisson
 from warpfit.searching import structure_length
 from warpfit.sklearn import SymbolicRegressor, likelihood
-from warpfit.sklearn.equations import SELECTIONS, build_front, selected
+from warpfit.sklearn.equations import SELECTIONS, build_front, reason_against, selected
 from warpfit.sklearn.estimator import TrainingData
 from warpfit.sklearn.forms import Form
 from warpfit.sklearn.likelihood import deviance, floor, least_row_losses
@@ -249,6 +249,22 @@ def test_constants_take_a_row_each_from_what_few_rows_say(rows):
     assert least < own
     assert length < other
     assert judge.taken_by_constants(parse("5"), 1.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("held_out", "is_few", "word"),
+    [
+        (math.nan, True, "which 10 rows do not pay for"),
+        (math.nan, False, "farthest targets"),
+        (0.02, False, "farthest targets"),
+        (-0.3, False, "an R2 of -0.3 on the rows held out"),
+        (-math.inf, False, "an R2 of -inf on the rows held out"),
+    ],
+)
+def test_a_warning_says_why_a_formula_is_not_chosen(held_out, is_few, word):
+    found = [(parse("5"), 1.0, held_out), (parse("x1 + x2"), 0.5, held_out)]
+    chosen, favourite = build_front(found, len, texts, length, 1.0)
+    assert word in reason_against(favourite, chosen, 10, is_few=is_few)
 
 
 @pytest.mark.parametrize("rows", [60, 1000])
