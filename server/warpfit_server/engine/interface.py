@@ -273,20 +273,17 @@ class SmallFits(Protocol):
 
     def run(
         self, searches: Searches, limits: SearchLimits, small: float, turn: FitTurn
-    ) -> Steps[bool]:
+    ) -> Steps[None]:
         """Run searches that begin until each of them has ended or wants an orthogonal factor.
 
-        Where the time is up, all of them have been evaluated at their starts at least.
+        Where the time is up, all of them have been evaluated at their starts at least. The reason
+        of those that leave the range of float32 is `searches.LEAVES_FLOAT32`.
 
         Args:
             searches: those that it can run, which it changes.
             limits: what ends a search.
-            small: squares that leave the range of float32, or 0.
+            small: squares less than this leave the range of float32; 0: nothing does.
             turn: see `FitTurn`.
-
-        Returns:
-            Whether squares at some start were less than ``small``, or no start had a finite loss
-            and ``small`` is not 0. The searches are of no use then.
         """
 
 

@@ -283,11 +283,6 @@ class InFlightRequest:
         made._search = request
         return made
 
-    @property
-    def is_fit(self) -> bool:
-        """Whether it is a fit."""
-        return self._fit_settings is not None
-
     def split(self, bounds: Sequence[int]) -> list[InFlightRequest]:
         """Return requests for parts of the programs, which use this one's segment.
 

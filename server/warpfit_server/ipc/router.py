@@ -20,7 +20,7 @@ import numpy as np
 from warpfit.calls.splitting import even_bounds
 from warpfit.errors import ResourceExhaustedError, UnavailableError, WarpfitError
 from warpfit.fitting import FitProgress
-from warpfit.request import STAGES, Precision, Timings
+from warpfit.request import STAGES, Timings
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection, InFlightRequest, unavailable
 from warpfit_server.ipc.quarantine import KnownSuspects
@@ -276,13 +276,10 @@ class Router:
             return is_away, max(0.0, waits[number] - least), preference
 
         order = sorted(waits, key=rank)
-        # In fast mode one search that leaves the range of float32 has all computed precisely, so
-        # that parts of such a fit would not give its bits.
-        is_fast_fit = request.is_fit and request.evaluation.precision is Precision.FAST
         soon = _IDLE_PART * nanoseconds
         idle = [n for n in order if waits[n] <= soon and self._labels[n] in self.serving]
         count = min(len(idle), nanoseconds // _LEAST_PART, MOST_PARTS)
-        if count < 2 or request.alone or is_fast_fit:
+        if count < 2 or request.alone:
             return [(request, order)]
         bounds = even_bounds(batch.lengths.astype(np.float64), count)
         if len(bounds) == 2:

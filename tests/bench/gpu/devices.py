@@ -9,7 +9,8 @@ setting is what the others are compared with. On a machine without a GPU:
   with clients of their own; batches never come again;
 * ``one client``: losses of 5,000 programs on 1,000,000 rows, which are split over the devices;
 * ``fits``: one call of 3,000 searches, split likewise;
-* ``loss of an engine``: one engine is killed while 16 workers repeat a batch.
+* ``loss of an engine``: one engine is killed while 16 workers repeat a batch, and while one client
+  repeats a large batch, its fits, and a search of some seconds.
 
 ``--scale`` multiplies the numbers of rows, but not below 1,000. ``--encoded`` has the many workers
 send messages that were encoded beforehand, and ``--worker-cores 10`` gives workers the last ten
@@ -198,10 +199,56 @@ def losses_of_engines(
 ) -> dict[str, Any]:
     """Lose an engine of each server that has several."""
     return {
-        name: loss_of_an_engine(workers, server, options)
+        name: {
+            **loss_of_an_engine(workers, server, options),
+            "one client": loss_beside_one_client(server, options),
+        }
         for name, server in servers.items()
         if len(server.engines()) > 1
     }
+
+
+def loss_beside_one_client(server: ServerProcess, options: Any) -> dict[str, Any]:
+    """Kill an engine while one client repeats the same calls, and what became of them."""
+    pool, found = Pool(SEED), {}
+    with warpfit.connect(server.address) as client:
+        calls: dict[str, Callable[..., Any]] = {
+            "large batches": partial(client.run, loss="mse", precision="fast"),
+            "fits": partial(client.optimize, max_iterations=20),
+        }
+        for kind, (programs, rows) in zip(calls, (options.large, options.searches), strict=True):
+            batch = pool.draw(programs)
+            with client.upload(*table(rows)) as data:
+                usual = bits(calls[kind](data, batch))
+                timer = threading.Timer(LOSS_SECONDS / 3, server.kill_engine, [1])
+                timer.start()
+                end, walls, differing, failed = time.perf_counter() + LOSS_SECONDS, [], 0, 0
+                while (begun := time.perf_counter()) < end:
+                    try:
+                        differing += bits(calls[kind](data, batch)) != usual
+                    except warpfit.WarpfitError as error:
+                        print(kind, error, flush=True)
+                        failed += 1
+                    walls.append(time.perf_counter() - begun)
+                timer.join()
+            found[kind] = {
+                **{"calls": len(walls), "failed": failed, "answers_that_differ": differing},
+                "longest_call_seconds": round(max(walls), 4),
+            }
+        with client.upload(*table(1_000)) as data:
+            timer = threading.Timer(LOSS_SECONDS / 3, server.kill_engine, [1])
+            timer.start()
+            begun = time.perf_counter()
+            result = client.search(data, seconds=LOSS_SECONDS)
+            timer.join()
+        found["search"] = {
+            "reason": str(result.reason),
+            "wall_seconds": round(time.perf_counter() - begun, 3),
+            "interruptions": result.interruptions,
+            "formulas": result.tried,
+            "sizes of the front": len(result),
+        }
+    return found
 
 
 def loss_of_an_engine(workers: Workers, server: ServerProcess, options: Any) -> dict[str, Any]:

@@ -49,6 +49,7 @@ from warpfit_server.engine.fit.searches import (
     FACTOR,
     INITIAL,
     ITERATIONS,
+    LEAVES_FLOAT32,
     LINEAR,
     LOSS,
     LOSS_CHANGE,
@@ -57,6 +58,7 @@ from warpfit_server.engine.fit.searches import (
     PULL,
     REASON,
     RIGHT,
+    RUNNING,
     SQUARES,
     STIFFNESS,
     TRIAL,
@@ -70,7 +72,7 @@ from warpfit_server.engine.fit.searches import (
     one_vector_each,
 )
 from warpfit_server.engine.fit.separable import COLUMNS, mark_linear, operator_table
-from warpfit_server.engine.fit.spread import spread
+from warpfit_server.engine.fit.spread import TOKENS, spread
 from warpfit_server.engine.fit.starts import Scales, VariableSizes, with_restarts, without_missing
 from warpfit_server.engine.interface import (
     Linearisation,
@@ -215,11 +217,10 @@ class _Driver:
         self._context = context
         self._loss = request.loss
         self._is_lm = request.method == Method.LM
-        self._dtype = dtype = context.dataset.layout.dtype
+        dtype = context.dataset.layout.dtype
         self._rows = slice(*request.problem.row_range(context.dataset.layout))
         self._statistics = statistics
         scales = Scales(request.problem.batch, sizes, context.threads)
-        self._natural = scales.natural
         self._request = request = with_restarts(request, scales)
         tolerances = request.settings.tolerances(dtype)
         self._limits = self._search_limits(tolerances, dtype.itemsize == 4)
@@ -229,16 +230,12 @@ class _Driver:
             self._problem = replace(request.problem, batch=batch)
         self._batch = one_vector_each(self._problem.batch)
         """The program of each search."""
-        self._begin()
-        self._starts = self._all.vectors[X].copy()
-        longest = int(self._all.counts.max(initial=0))
-        self._workspace = linear_model.workspace(longest, context.cancelled)
-        self._pass_seconds = 0.0
-
-    def _begin(self) -> None:
-        """Set all searches up at their starts."""
-        self._all = Searches.begin(self._request, self._batch, self._natural, self._dtype)
+        self._all = Searches.begin(request, self._batch, scales.natural, dtype)
         self._select(np.arange(len(self._all)), self._all)
+        self._is_marked = False
+        """Whether the parameters that programs are linear in are known."""
+        self._starts = self._all.vectors[X].copy()
+        self._pass_seconds = 0.0
 
     def _search_limits(self, tolerances: Tolerances, single: bool) -> SearchLimits:
         """Return the tolerances and counts that end a search.
@@ -261,7 +258,22 @@ class _Driver:
         )
 
     def run(self) -> Steps[FitResult]:
-        """Advance until every search has ended or the time is used up; return the result."""
+        """Run all searches; return the result.
+
+        What leaves the range of float32 in fast mode runs precisely after the others. So the mode
+        of a search depends on itself alone.
+        """
+        yield from self._run_selected()
+        leaving = self._all.counters[:, REASON] == LEAVES_FLOAT32
+        if leaving.any():
+            self._problem = replace(self._problem, precision=Precision.PRECISE)
+            self._all.counters[leaving, REASON] = RUNNING
+            self._select(np.flatnonzero(leaving), self._all.only(leaving))
+            yield from self._run_selected()
+        return (yield from self._result())
+
+    def _run_selected(self) -> Steps[None]:
+        """Advance until every selected search has ended or the time is used up."""
         yield from self._evaluate_starts()
         with self._interrupted_at_deadline():
             deadline, report = self._context.deadline, self._context.report
@@ -278,7 +290,6 @@ class _Driver:
                 new = yield from self._evaluate_trials()
                 yield from self._in_pieces(self._pieces, partial(self._advance, new))
                 yield from self._factorise(new)
-        return (yield from self._result())
 
     def _on_fit_thread(self, do: Callable[[], Result]) -> Steps[Result]:
         return _on_fit_thread(sum(microseconds for _, microseconds in self._pieces), do)
@@ -299,40 +310,32 @@ class _Driver:
 
         Small searches go on to their end if the engine can do that.
         """
-        is_marked = yield from self._run_small()
+        yield from self._run_small()
         if self._active.running.any():
-            yield from self._evaluate_first(is_marked)
+            yield from self._evaluate_first()
         if (yield from self._is_undefined()):
             self._all.counters[:, REASON] = NOT_FINITE
 
-    def _run_small(self) -> Steps[bool]:
-        """Run the searches that the engine can run by itself; return whether it runs some."""
+    def _run_small(self) -> Steps[None]:
+        """Run the selected searches that the engine can run by itself."""
         if not (self._is_lm and self._loss.is_squares and self._context.small_fits):
-            return False
-        while True:
-            small = yield from self._context.small_fits(
-                replace(self._problem, batch=self._active_batch),
-                self._loss.row,
-                cancelled=self._context.cancelled,
-                selection=self._selection,
-            )
-            if small is None or not small.runs.any():
-                return False
-            yield from self._on_fit_thread(self._mark_linear)
-            is_fast = self._problem.precision is Precision.FAST
-            own = self._all if small.runs.all() else self._all.only(small.runs)
-            least = self._small_squares if is_fast else 0.0
-            leaves_float32 = yield from small.run(own, self._limits, least, self._turn)
-            if not leaves_float32:
-                break
-            self._problem = replace(self._problem, precision=Precision.PRECISE)
-            self._begin()
+            return
+        small = yield from self._context.small_fits(
+            replace(self._problem, batch=self._active_batch),
+            self._loss.row,
+            cancelled=self._context.cancelled,
+            selection=self._selection,
+        )
+        if small is None or not small.runs.any():
+            return
+        yield from self._on_fit_thread(self._mark_linear)
+        own = self._active if small.runs.all() else self._active.only(small.runs)
+        yield from small.run(own, self._limits, self._small_squares, self._turn)
         if own is not self._all:
-            self._all.store(np.flatnonzero(small.runs), own)
+            self._all.store(self._places[small.runs], own)
         running = self._all.running
         if running.any():
             self._select(np.flatnonzero(running), self._all.only(running))
-        return True
 
     def _turn(self, iterations: int, running: int) -> bool:
         """Report and check for an end between steps; see `interface.FitTurn`."""
@@ -342,37 +345,40 @@ class _Driver:
         deadline = self._context.deadline
         return deadline is not None and time.monotonic() >= deadline
 
-    def _evaluate_first(self, is_marked: bool) -> Steps[None]:
+    def _evaluate_first(self) -> Steps[None]:
         """Evaluate the active searches for the first time."""
-        first = yield from self._linearise(curvature=True)
-        if self._problem.precision is Precision.FAST and self._leaves_float32(first):
-            self._problem = replace(self._problem, precision=Precision.PRECISE)
-            first = yield from self._linearise(curvature=True)
+        active, first = self._active, (yield from self._linearise(curvature=True))
+        active.counters[self._leaves_float32(first), REASON] = LEAVES_FLOAT32
         if self._is_lm:
-            if not is_marked:
-                yield from self._on_fit_thread(self._mark_linear)
+            yield from self._on_fit_thread(self._mark_linear)
         else:
-            self._all.make_room_for_inverse()
-            self._all.counters[:, ENDING] = BEGINS
+            active.make_room_for_inverse()
+            active.counters[:, ENDING] = BEGINS
             assert first.curvatures is not None
-            copy = partial(np.copyto, self._all.curvature, first.curvatures)
+            copy = partial(np.copyto, active.curvature, first.curvatures)
             yield from self._on_fit_thread(copy)
-            self._all.numbers[:, STIFFNESS] = yield from self._stiffness(first)
+            active.numbers[:, STIFFNESS] = yield from self._stiffness(first)
         yield from self._in_pieces(self._pieces, partial(self._advance, first))
         yield from self._factorise(first)
 
     @property
     def _small_squares(self) -> float:
-        """Sum of squares below which fast mode is given up."""
-        return _SMALL_IN_FLOAT32 * (self._rows.stop - self._rows.start)
+        """Sum of squares below which fast mode is given up; 0 in the precise one."""
+        is_fast = self._problem.precision is Precision.FAST
+        return _SMALL_IN_FLOAT32 * (self._rows.stop - self._rows.start) if is_fast else 0.0
 
-    def _leaves_float32(self, first: Linearisation) -> bool:
-        """Whether squares may leave the range of float32, in which fast mode computes on a GPU."""
-        finite = first.losses[np.isfinite(first.losses)]
+    def _leaves_float32(self, first: Linearisation) -> NDArray[np.bool_]:
+        """Tell of which searches that begin squares leave float32, in which fast mode computes."""
+        active, small = self._active, self._small_squares
+        if not small:
+            return np.zeros(len(active), dtype=bool)
+        sums = first.losses.reshape(-1)
+        leaves = ~np.isfinite(sums) | (sums < small)
         assert first.curvatures is not None
-        columns = first.curvatures[diagonals(self._active.counts)][first.gradients != 0.0]
-        small = self._small_squares
-        return not len(finite) or bool((finite < small).any() or (columns < small).any())
+        columns = first.curvatures[diagonals(active.counts)]
+        owner = np.repeat(np.arange(len(active)), active.counts)
+        leaves[owner[(columns < small) & (first.gradients != 0.0)]] = True
+        return np.asarray(leaves & (active.counters[:, EVALUATIONS] == 0))
 
     def _is_undefined(self) -> Steps[bool]:
         """Whether the loss has no value for any parameters, or the target's squares vanish."""
@@ -391,6 +397,9 @@ class _Driver:
 
         What leaves rows out does not change that, but for jumps.
         """
+        if self._is_marked:
+            return
+        self._is_marked = True
         batch = one_vector_each(self._request.problem.batch)
         longest, linear = int(batch.lengths.max(initial=1)), self._all.vectors[LINEAR]
         linear[:] = 1.0
@@ -403,7 +412,7 @@ class _Driver:
             starts = batch.starts[own], places[own]
             mark_linear(*tokens, *starts, operator_table(), nodes, linear)
 
-        spread(batch.lengths, self._context.threads, mark)
+        spread(batch.lengths / TOKENS, self._context.threads, mark)
 
     def _stiffness(self, first: Linearisation) -> Steps[Floats]:
         """Estimate the second derivative of the row loss by its residual, for each search.
@@ -411,9 +420,9 @@ class _Driver:
         A row loss of s d^2 / 2 has the gradient s J^T W d, where d is prediction minus target.
         """
         if self._loss.is_squares:
-            return np.full(len(self._all), 2.0)
+            return np.full(len(self._active), 2.0)
         squares = yield from self._linearise(curvature=False, row_loss=SQUARED_DIFFERENCES)
-        searches = self._all
+        searches = self._active
         diagonal = searches.curvature[diagonals(searches.counts)]
         place = np.repeat(np.arange(len(searches)), searches.counts)
         with np.errstate(all="ignore"):
@@ -562,14 +571,19 @@ class _Driver:
         """
         active = self._active
         sums = np.ascontiguousarray(new.losses).reshape(-1)
-        edges = active.edges[some.start : some.stop + 1]
-        own = active.numbers[some], active.counters[some]
-        state = edges, active.vectors, *own, active.curvature, active.inverse
-        found, limits = (sums[some], new.gradients), (self._limits, self._workspace)
-        if self._is_lm:
-            levenberg_marquardt.advance(*state, *found, new.curvatures, resumes, *limits)
-        else:
-            bfgs.advance(*state, *found, new.curvatures is not None, resumes, *limits)
+
+        def advance(part: slice) -> None:
+            own = slice(some.start + part.start, some.start + part.stop)
+            edges, longest = active.edges[own.start : own.stop + 1], int(active.counts[own].max())
+            of_each = edges, active.vectors, active.numbers[own], active.counters[own]
+            state = *of_each, active.curvature, active.inverse, sums[own], new.gradients
+            limits = self._limits, linear_model.workspace(longest, self._context.cancelled)
+            if self._is_lm:
+                levenberg_marquardt.advance(*state, new.curvatures, resumes, *limits)
+            else:
+                bfgs.advance(*state, new.curvatures is not None, resumes, *limits)
+
+        spread(self._work[some], self._context.threads, advance)
 
     def _drop_finished(self) -> bool:
         """Keep the outcomes of ended searches, shrink the batch if it pays; False if all ended."""
@@ -601,7 +615,8 @@ class _Driver:
     def _select(self, places: Integers, searches: Searches) -> None:
         """Go on with some of the searches, given their indices in ``_all``."""
         batch = self._problem.batch
-        self._places, self._active, self._pieces = places, searches, _pieces(searches)
+        self._places, self._active, self._work = places, searches, _work_of(searches)
+        self._pieces = _pieces(self._work)
         self._active_batch = self._batch if len(places) == len(self._batch) else self._batch[places]
         self._selection = Selection(batch, places // batch.vectors)
 
@@ -653,6 +668,7 @@ class _Driver:
         needs = settings.covariance or settings.standard_errors or settings.curvature
         if needs and not self._is_lm:  # BFGS does not keep the curvature at X
             self._select(chosen, outcome)
+            self._problem = replace(self._problem, precision=Precision.PRECISE)
             outcome.vectors[TRIAL] = outcome.vectors[X]
             final = yield from self._linearise(curvature=True)
             assert final.curvatures is not None
@@ -661,7 +677,7 @@ class _Driver:
             covariance = np.empty(int(outcome.edges[-1, SQUARES]))
             rows = None if settings.absolute_sigma else self._statistics.rows
             estimate = partial(estimate_covariances, outcome, rows, covariance)
-            yield from self._in_pieces(_pieces(outcome), estimate)
+            yield from self._in_pieces(_pieces(_work_of(outcome)), estimate)
             if settings.standard_errors:
                 find = partial(standard_errors, outcome, covariance)
                 errors = yield from self._on_fit_thread(find)
@@ -704,9 +720,13 @@ class _Driver:
         return close_losses(self._loss.closing, sums, self._statistics)
 
 
-def _pieces(searches: Searches) -> list[Piece]:
-    """Cut searches into pieces of about `_PIECE`."""
-    work = 1.0 + searches.counts.astype(np.float64) ** 3 / _CUBES
+def _work_of(searches: Searches) -> Floats:
+    """Estimate the microseconds in which the next step of each search is found."""
+    return np.asarray(1.0 + searches.counts.astype(np.float64) ** 3 / _CUBES)
+
+
+def _pieces(work: Floats) -> list[Piece]:
+    """Cut searches, given the microseconds of each, into pieces of about `_PIECE`."""
     places = (np.cumsum(work) / _PIECE).astype(np.int64)
     edges = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(work)]
     return [(slice(*edge), float(work[slice(*edge)].sum())) for edge in pairwise(edges)]

@@ -302,6 +302,9 @@ def is_minimum(
         if space.role[i] != STAYS:
             noise += _contribution(vector, model, i)
     noise *= (_PARAMETER_ROUNDINGS * rounding) ** 2
+    # The loss is in the units of the row losses' slopes, which are those of the values for squares.
+    if model.values > 0.0:
+        noise *= model.loss / model.values
     hidden = _HIDDEN * limits.variation
     if not limits.single:
         hidden = max(_HIDDEN_IN_FLOAT64 * limits.variation, _HIDDEN * model.loss)

@@ -28,6 +28,8 @@ ITERATIONS_USED: Final = REASONS.index(Reason.ITERATIONS) + 1
 DEADLINE: Final = REASONS.index(Reason.DEADLINE) + 1
 NOT_FINITE: Final = REASONS.index(Reason.NOT_FINITE) + 1
 STALLED: Final = REASONS.index(Reason.STALLED) + 1
+#: In fast mode: float32 does not hold the squares at its start, and it has not been advanced.
+LEAVES_FLOAT32: Final = -1
 
 # Rows of ``Searches.vectors``.
 X: Final = 0  # best parameters so far

@@ -37,7 +37,7 @@ from warpfit.dataset import Dataset
 from warpfit.fitting import FitRequest
 from warpfit.ir import Batch
 from warpfit.ops import CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER, VARIABLE
-from warpfit_server.engine.fit.spread import spread
+from warpfit_server.engine.fit.spread import TOKENS, spread
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import uncounted
 
@@ -384,7 +384,7 @@ class Scales:
             starts = batch.starts[own], places[own]
             find_scales(*tokens, *starts, *given, *scratch, found, self.kinds)
 
-        spread(batch.lengths, self._threads, find)
+        spread(batch.lengths / TOKENS, self._threads, find)
         found[np.isnan(found)] = 0.0  # parameters that stand nowhere
         return found
 

@@ -39,8 +39,6 @@ struct FitArguments {
 #define FIT_TAKEN 0       // searches that warps have taken, and how often they found none
 #define FIT_UNFINISHED 1  // those of them that have not left
 #define FIT_ITERATIONS 2  // most iterations of an unfinished one
-#define FIT_FINITE 3      // finite losses at starts
-#define FIT_SMALL 4       // starts with squares that leave the range of float32
 
 // The state of a search in shared memory; what follows it are invariants and levels.
 struct Search {
@@ -138,16 +136,14 @@ __device__ __forceinline__ void evaluate_trial(const Arguments& arguments, const
   __syncwarp();
 }
 
-// Notes for the host whether squares at a start leave the range of float32.
-__device__ __forceinline__ void note_start(const FitArguments& fits, const Search& search,
-                                           double loss) {
-  if (!(fits.small > 0.0)) return;
-  bool is_small = isfinite(loss) && loss < fits.small;
+// Whether squares at a start leave the range of float32.
+__device__ __forceinline__ bool leaves_float32(const FitArguments& fits, const Search& search,
+                                               double loss) {
+  bool leaves = !isfinite(loss) || loss < fits.small;
   for (int i = 0; i < search.gradient.count; ++i)
-    is_small = is_small || (search.gradient[i] != 0.0 &&
-                            search.trial_curvature[i * (i + 3) / 2] < fits.small);
-  if (isfinite(loss)) atomicAdd(fits.status + FIT_FINITE, 1u);
-  if (is_small) atomicAdd(fits.status + FIT_SMALL, 1u);
+    leaves = leaves || (search.gradient[i] != 0.0 &&
+                        search.trial_curvature[i * (i + 3) / 2] < fits.small);
+  return leaves && fits.small > 0.0;
 }
 
 __device__ __forceinline__ bool has_left(const Search& search) {
@@ -175,10 +171,13 @@ fit(const __grid_constant__ FitArguments fits, const __grid_constant__ Arguments
       evaluate_trial(arguments, program, search, lane);
       if (lane == 0) {
         const double loss = one_nan(search.sums[0]);
-        if (!search.counter[EVALUATIONS]) note_start(fits, search, loss);
-        levenberg_marquardt_advance_one(search.vector, search.number, search.counter,
-                                        search.gradient, search.trial_curvature, search.curvature,
-                                        Line<double>{0, 0}, loss, limits, search.space);
+        if (!search.counter[EVALUATIONS] && leaves_float32(fits, search, loss))
+          search.counter[REASON] = LEAVES_FLOAT32;
+        else
+          levenberg_marquardt_advance_one(search.vector, search.number, search.counter,
+                                          search.gradient, search.trial_curvature,
+                                          search.curvature, Line<double>{0, 0}, loss, limits,
+                                          search.space);
       }
       __syncwarp();
       goes_on = __shfl_sync(FULL, (int)(clock64() - begun < fits.ticks), 0);

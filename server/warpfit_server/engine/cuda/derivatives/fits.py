@@ -45,7 +45,7 @@ _MOST_STATE: Final = 1 << 25
 FIT_ARGUMENTS: Final = argument_struct(template("fit.cu"), "FitArguments")
 _FitArguments: Final = argument_type(FIT_ARGUMENTS)
 #: Numbers of the status, by their places; see fit.cu.
-_TAKEN, _UNFINISHED, _ITERATIONS, _FINITE, _SMALL = range(5)
+_TAKEN, _UNFINISHED, _ITERATIONS = range(3)
 _STATUS: Final = 8
 
 
@@ -140,12 +140,11 @@ class DeviceFits:
 
     def run(
         self, searches: Searches, limits: SearchLimits, small: float, turn: FitTurn
-    ) -> Steps[bool]:
+    ) -> Steps[None]:
         """Run searches until they have ended or want a factor; see `interface.SmallFits`."""
         chosen, counts = np.flatnonzero(self.runs), searches.counts
         sizes = 8 * (NUMBERS + COUNTERS + VECTORS * counts + counts * (counts + 1) // 2)
         edges = edges_of(sizes, _MOST_STATE)
-        found = np.zeros(_STATUS, dtype=np.int64)
         for first, stop in pairwise(edges):
             own, code = searches, self.code
             places = np.arange(first, stop)
@@ -157,12 +156,11 @@ class DeviceFits:
                 code = code.select(chosen[first:stop])
             need = self.need[chosen[first:stop]]
             given = limits, small, partial(_turn_of_all, turn, edges[-1] - stop)
-            found += yield from self._run_some(own, code, need, *given)
+            yield from self._run_some(own, code, need, *given)
             if own is not searches:
                 searches.store(places, own)
                 yield None
                 self.device.use()
-        return bool(small > 0.0 and (found[_SMALL] or not found[_FINITE]))
 
     def _run_some(
         self,
@@ -172,9 +170,8 @@ class DeviceFits:
         limits: SearchLimits,
         small: float,
         turn: FitTurn,
-    ) -> Steps[NDArray[np.int64]]:
-        """Run searches whose state is on the device at the same time; return their status."""
-        found = np.zeros(_STATUS, dtype=np.int64)
+    ) -> Steps[None]:
+        """Run searches whose state is on the device at the same time."""
         with self.device.stream() as context:
             state = self._state(searches)
             size = sum(array.nbytes for array in state.values())
@@ -187,9 +184,8 @@ class DeviceFits:
             for group in group_searches(need, self.rooms, self.device.multiprocessors):
                 later -= len(group.order)
                 given = arguments, fits, partial(_turn_of_all, turn, later)
-                found += yield from self._run_group(context, group, *given)
+                yield from self._run_group(context, group, *given)
             yield from offload(size, partial(_download, context, places, state))
-        return found
 
     def _state(self, searches: Searches) -> Mapping[str, NDArray[Any]]:
         """Return the arrays of the searches by the fields of the kernel's argument."""
@@ -232,9 +228,9 @@ class DeviceFits:
         arguments: Structure,
         fits: Structure,
         turn: FitTurn,
-    ) -> Steps[NDArray[np.int64]]:
-        """Launch a group again and again until its searches have left; return its status."""
-        count, total = len(group.order), np.zeros(_STATUS, dtype=np.int64)
+    ) -> Steps[None]:
+        """Launch a group again and again until its searches have left."""
+        count = len(group.order)
         addresses = upload_arrays(
             context, {"order": group.order}, lambda size: context.buffer("fit order", size)
         )
@@ -250,9 +246,8 @@ class DeviceFits:
             context.mark("fits")
             yield from context.reach("fits")
             found = status.view(np.uint32)[0].astype(np.int64)
-            total += found
             if found[_TAKEN] >= count and (fits.begins or not found[_UNFINISHED]):
-                return total
+                return
             waiting = max(0, count - int(found[_TAKEN]))
             is_over = turn(int(found[_ITERATIONS]), int(found[_UNFINISHED]) + waiting)
             fits.begins = int(is_over)

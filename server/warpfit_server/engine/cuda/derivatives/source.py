@@ -49,6 +49,7 @@ _OPERANDS: Final = ("t", "u", "v")
 _NAMES_IN_FIT: Final = (
     "RUNNING",
     "REASON",
+    "LEAVES_FLOAT32",
     "ITERATIONS",
     "EVALUATIONS",
     "FACTOR",
