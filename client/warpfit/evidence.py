@@ -518,7 +518,7 @@ def terms_of(program: Program) -> list[Term]:
             pending.append((place - 1, not negative))
         else:
             own = slice(int(starts[place]), place + 1)
-            part = Program(codes[own], values[own])
+            part = Program._unchecked(codes[own], values[own])
             parts.append(Program.apply("neg", part) if negative else part)
     found = []
     for left, part in enumerate(parts if len(parts) > 1 else ()):
@@ -526,7 +526,8 @@ def terms_of(program: Program) -> list[Term]:
         rest = reduce(lambda a, b: Program.apply("add", a, b), others)
         numbers, is_parameter = rest.values.copy(), rest.codes == PARAMETER
         kept, numbers[is_parameter] = np.unique(numbers[is_parameter], return_inverse=True)
-        found.append(Term(part, Program(rest.codes, numbers), tuple(kept.astype(int).tolist())))
+        without = Program._unchecked(rest.codes, numbers)
+        found.append(Term(part, without, tuple(kept.astype(int).tolist())))
     return found
 
 

@@ -295,7 +295,7 @@ def _renumbered(program: Program) -> Program:
     order = {value: float(place) for place, value in enumerate(dict.fromkeys(used.tolist()))}
     values = program.values.copy()
     values[is_parameter] = [order[value] for value in used.tolist()]
-    return Program(program.codes, values)
+    return Program._unchecked(program.codes, values)
 
 
 #: An answer that is not finished, and the program of its skeleton.

@@ -406,8 +406,7 @@ def readable(program: Program) -> Program:
 def _factors(program: Program) -> _Factors:
     def leaf(code: int, value: float) -> _Factors:
         negative = code == CONSTANT and value == value and math.copysign(1.0, value) < 0.0
-        kind = type(program)
-        return _Factors(negative, kind([code], [abs(value) if negative else value]))
+        return _Factors(negative, program._leaf(code, abs(value) if negative else value))
 
     return program.fold(leaf, _written)
 

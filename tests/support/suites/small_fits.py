@@ -13,12 +13,13 @@ from warpfit_server.engine.fit.driver import optimize
 from warpfit_server.engine.interface import run_to_end
 
 #: Well behaved; linear; ill-conditioned; plateau; not finite; without parameters; without effect;
-#: with squares that float32 does not hold.
+#: with squares that float32 does not hold, too small and too large ones.
 TEXTS = [
     *("p1 * exp(p2 * x1) + p3 * x2 + p4", "p1 * sin(p2 * x1 + p3)", "p1 + p2 * x1"),
     *("p1 + p2 * (x1 + 1000) + p3 * (x1 + 1000) ^ 2", "p1 * x1 + p2 * x1", "x1 + x2"),
     *("exp(p1 * x1) + exp(p2 * x1)", "p1 / (p2 + x1) + p3 * x2", "log(p1) * x1", "x1 + 0 * p1"),
     *("p1 * abs(x1) ^ p2 + p1 * p3", "(p1 - x1) ^ 2 * p2", "p1 * x1 + p2 * 1e-20"),
+    "p1 * x1 + sin(p2 * 1e20)",
 ]
 ROWS = 300
 

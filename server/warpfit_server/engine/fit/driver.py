@@ -375,9 +375,10 @@ class _Driver:
         sums = first.losses.reshape(-1)
         leaves = ~np.isfinite(sums) | (sums < small)
         assert first.curvatures is not None
-        columns = first.curvatures[diagonals(active.counts)]
+        columns, slopes = first.curvatures[diagonals(active.counts)], first.gradients
+        columns_leave = ~np.isfinite(columns) | ((columns < small) & (slopes != 0.0))
         owner = np.repeat(np.arange(len(active)), active.counts)
-        leaves[owner[(columns < small) & (first.gradients != 0.0)]] = True
+        leaves[owner[columns_leave | ~np.isfinite(slopes)]] = True
         return np.asarray(leaves & (active.counters[:, EVALUATIONS] == 0))
 
     def _is_undefined(self) -> Steps[bool]:

@@ -140,9 +140,10 @@ __device__ __forceinline__ void evaluate_trial(const Arguments& arguments, const
 __device__ __forceinline__ bool leaves_float32(const FitArguments& fits, const Search& search,
                                                double loss) {
   bool leaves = !isfinite(loss) || loss < fits.small;
-  for (int i = 0; i < search.gradient.count; ++i)
-    leaves = leaves || (search.gradient[i] != 0.0 &&
-                        search.trial_curvature[i * (i + 3) / 2] < fits.small);
+  for (int i = 0; i < search.gradient.count; ++i) {
+    const double slope = search.gradient[i], square = search.trial_curvature[i * (i + 3) / 2];
+    leaves = leaves || !isfinite(slope) || !isfinite(square) || (slope != 0.0 && square < fits.small);
+  }
   return leaves && fits.small > 0.0;
 }
 
