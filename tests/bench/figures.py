@@ -98,11 +98,10 @@ def generation_times() -> list[tuple[str, float]]:
 def gpu_rates() -> list[tuple[str, list[float]]]:
     """Calls a second of each run that 128 workers make, by the machine and its GPUs in use."""
     rates: dict[str, list[float]] = {}
-    four = {"0": "warpfit, 1 of 4 H100", "all": "warpfit, 4 H100"}
+    four = {"0": "warpfit, 1 of 4 H200", "0,1,2,3": "warpfit, 4 H200"}
     for name, settings in (
         ("devices", {"0": "warpfit, 1 of 2 H200", "0,1": "warpfit, 2 H200"}),
         ("devices_four_gpus", four),
-        ("devices_four_gpus_second", four),
     ):
         (case,) = select(result(name)["sustained"], programs=300, rows=100_000, workers=128)
         for setting, gpus in settings.items():
@@ -431,9 +430,10 @@ def generations() -> Iterator[str]:
 
 
 def gpu_devices() -> Iterator[str]:
-    """Two GPUs, and two engines on one, against one engine."""
+    """Two and four GPUs, and two engines on one, against one engine."""
     two, shared = result("devices"), result("devices_one_gpu")
-    four, lost = result("devices_four_gpus"), two["loss of an engine"]["0,1"]
+    four, encoded = result("devices_four_gpus"), result("devices_four_gpus_encoded")
+    lost = four["loss of an engine"]["0,1,2,3"]
     (on_cpu,) = result("devices_cpu")["sustained"]
 
     def times(cases: Any, setting: str) -> str:
@@ -455,35 +455,39 @@ def gpu_devices() -> Iterator[str]:
         rows.append(f"{title} | {times(case, '0,1')} | {times(other[0], '0,0') if other else ''}")
     yield from table("what | two GPUs | two engines on one GPU", rows)
     yield ""
-    machines = four, result("devices_four_gpus_second")
-
-    def row(what: str, cases: list[Any]) -> str:
-        rates = [
-            statistics.median(each["calls_per_second"] for each in case["servers"]["all"])
-            if "servers" in case
-            else None
-            for case in cases
-        ]
-        cells = zip((times(case, "all") for case in cases), rates, strict=True)
-        told = (f" | {ratio} | {'' if rate is None else f'{rate:,.0f}'}" for ratio, rate in cells)
-        return what + "".join(told)
-
     rows = [
-        row("5,000 programs x 1,000,000 rows, one client", [m["one client"] for m in machines]),
-        row("3,000 searches x 10,000 rows, one client", [m["fits"] for m in machines]),
+        f"5,000 programs x 1,000,000 rows, one client | {times(four['one client'], '0,1,2,3')} |",
+        f"3,000 searches x 10,000 rows, one client | {times(four['fits'], '0,1,2,3')} |",
     ]
-    for case in four["sustained"]:
-        shape = {name: case[name] for name in ("programs", "rows", "workers")}
-        what = f"{case['programs']:,} programs x {case['rows']:,} rows, {case['workers']} workers"
-        rows.append(row(what, [select(m["sustained"], **shape)[0] for m in machines]))
-    head = "what, real clients on the server's 64 cores | four H100 | calls/s"
-    yield from table(f"{head} | another machine | calls/s", rows)
+    for document, who in ((four, ""), (encoded, ", encoded before")):
+        for case in document["sustained"]:
+            runs = [each["calls_per_second"] for each in case["servers"]["0,1,2,3"]]
+            what = f"{case['programs']} programs x {case['rows']:,} rows, {case['workers']} workers"
+            told = f"{times(case, '0,1,2,3')} | {statistics.median(runs):,.0f}"
+            rows.append(f"{what}{who} | {told}")
+    yield from table("what | four H200 | calls/s", rows)
     yield ""
+    rows = []
+    for name, devices in (("one_of_four", 1), ("two_of_four", 2), ("four", 4)):
+        found = result(f"search_laws_{name}_gpus")
+        rate, half = found["formulas_per_second"], found["median_seconds_until_found"]
+        told = f"{found['found']} of {found['searches']} | {half:.1f}"
+        rows.append(f"{devices} | {rate / 1e6:.1f} million | {told}")
+    head = "devices of a search of 6 s | formulas a second | laws found | median seconds until found"
+    yield from table(head, rows)
+    yield ""
+    calls = lost["one client"]
+    large, fits, search = calls["large batches"], calls["fits"], calls["search"]
     yield (
-        f"One of two engines killed under {lost['workers']} workers: {lost['failed']} failed "
+        f"One of four engines killed under {lost['workers']} workers: {lost['failed']} failed "
         f"calls, {lost['answers_that_differ']} answers that differ, no answers for "
-        f"{1e3 * lost['longest_gap_seconds']:.0f} ms at most. Two CPU engines of one thread "
-        f"against one, on two cores: {times(on_cpu, 'cpu:2')}."
+        f"{1e3 * lost['longest_gap_seconds']:.0f} ms at most; under one client's large batches "
+        f"and fits: {large['failed'] + fits['failed']} failed calls, "
+        f"{large['answers_that_differ'] + fits['answers_that_differ']} answers that differ, the "
+        f"longest call {max(large['longest_call_seconds'], fits['longest_call_seconds']):.2f} s; "
+        f"under a search: its reason was `{search['reason']}`, and its front has "
+        f"{search['sizes of the front']} sizes. Two CPU engines of one thread against one, on two "
+        f"cores: {times(on_cpu, 'cpu:2')}."
     )
 
 

@@ -95,6 +95,7 @@ def test_a_disk_that_cannot_be_written(cache, tmp_path, fault, said):
     assert seconds < 30  # nothing was compiled again
 
 
+@pytest.mark.thorough
 def test_a_server_that_stops_soon_after_a_first_start_leaves_no_compilers(cache, tmp_path):
     for marker in cache.glob("numba-*/derivatives-*.complete"):
         marker.unlink()

@@ -44,6 +44,7 @@ def test_bad_networks():
     assert all(seen["cut_uploads"])
 
 
+@pytest.mark.thorough
 def test_clients_that_are_killed_in_the_middle_of_an_upload():
     seen = killed_uploads(4, together=4)
     assert is_clean(seen), seen

@@ -104,8 +104,8 @@ assert fits
 }
 
 
-#: Forks beside short calls and a long one; the others differ in the calls before or after.
-_USUAL = {"while a thread calls", "while a long call is in flight"}
+#: A fork beside short calls; the others differ in the calls before, beside or after.
+_USUAL = {"while a thread calls"}
 
 
 @pytest.mark.parametrize(

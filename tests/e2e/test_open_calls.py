@@ -209,6 +209,7 @@ def test_short_and_long_requests_take_turns(server):
             np.testing.assert_allclose(losses, 1)
 
 
+@pytest.mark.thorough
 def test_a_slow_network_carries_one_long_request_twice(server):
     batch = Batch.of([parse("x1 + 1.5")] * 30_000)
     length = len(codec.evaluation_to_bytes(Evaluation(DATA.content_id, batch, loss=Loss.MSE)))

@@ -351,6 +351,7 @@ def test_sigterm_waits_for_calls_and_not_for_those_that_watch_its_health():
         assert server.process.wait(timeout=25) == 0  # before its grace has passed
 
 
+@pytest.mark.thorough
 def test_front_ends_are_not_ready_while_the_main_process_is_silent_and_end_with_it():
     """Also one that has just started."""
     flags = ("--front-ends", "2", "--hang-seconds", "7.5", "--grace", "30")

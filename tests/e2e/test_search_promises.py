@@ -153,6 +153,7 @@ def test_units_of_numbers_are_those_of_the_target(search):
     assert (caught.value.reason, caught.value.field) == ("UNITS_DIFFER", "target_unit")
 
 
+@pytest.mark.thorough
 def test_functions_of_ones_own_travel_with_an_estimator(search, tmp_path):
     warpfit.define("halved_", "exp(-a)")
     warpfit.define("bump_", "halved_(square(a))")

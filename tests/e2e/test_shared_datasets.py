@@ -86,6 +86,7 @@ def test_workers_in_processes(server):
         assert sum((part.result() for part in parts), Counter()) == {"ok": 20 * 4}
 
 
+@pytest.mark.thorough
 def test_an_engine_that_is_killed_costs_no_block(server):
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run, server.address, 15, 2, rude=True)

@@ -92,9 +92,8 @@ def test_the_status_tells_of_an_error_that_cannot_be_shown(server, table, errors
     assert run("eval $TABLE 'a +' --address $ADDRESS", server, table, errors)[0] == 2
 
 
-@pytest.mark.parametrize(
-    "redirections", [pytest.param("> /dev/full 2>&1", marks=pytest.mark.thorough), "<&- >&- 2>&-"]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("redirections", ["> /dev/full 2>&1", "<&- >&- 2>&-"])
 def test_a_server_serves_whatever_its_descriptors_are(tmp_path, redirections):
     file = tmp_path / "address"
     line = f"{SERVE} --front-ends 1 --address-file {file} {redirections}"

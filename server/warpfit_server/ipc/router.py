@@ -3,8 +3,9 @@
 The estimates are those of admission. What is outstanding in all front ends stands in the table of
 quotas, which they share. An engine that lacks the data set counts as busy for as long as loading it
 takes. Among engines that are about equally busy a batch goes to the same one each time, which may
-have compiled kernels of it. A request of several milliseconds is split over idle engines: all parts
-lie in one segment, where each engine writes into its slice of the results.
+have compiled kernels of it. A request of several milliseconds is split over idle engines, also over one
+that loads the data set in less than half of the request's time: all parts lie in one segment, where
+each engine writes into its slice of the results.
 """
 
 from __future__ import annotations
@@ -261,11 +262,12 @@ class Router:
         if len(self._connections) == 1:
             return [(request, [0] if self._connections[0].is_open else [])]
         outstanding, load = self._table.work(), data.layout.nbytes / _LOAD_BYTES
-        waits = {  # estimated nanoseconds after which each connected engine has time
-            number: outstanding[number] + (0.0 if number in data.engines else load)
+        loads = {  # estimated nanoseconds until each connected engine has the data set
+            number: 0.0 if number in data.engines else load
             for number, connection in enumerate(self._connections)
             if connection.is_open
         }
+        waits = {number: outstanding[number] + loads[number] for number in loads}
         batch = request.evaluation.batch
         name = zlib.crc32(batch.codes.data)
         least = min(waits.values(), default=0.0) + _EQUAL_PART * nanoseconds
@@ -276,8 +278,9 @@ class Router:
             return is_away, max(0.0, waits[number] - least), preference
 
         order = sorted(waits, key=rank)
-        soon = _IDLE_PART * nanoseconds
-        idle = [n for n in order if waits[n] <= soon and self._labels[n] in self.serving]
+        soon, much = _IDLE_PART * nanoseconds, _EQUAL_PART * nanoseconds
+        free = [n for n in order if outstanding[n] <= soon and loads[n] <= much]
+        idle = [n for n in free if self._labels[n] in self.serving]
         count = min(len(idle), nanoseconds // _LEAST_PART, MOST_PARTS)
         if count < 2 or request.alone:
             return [(request, order)]

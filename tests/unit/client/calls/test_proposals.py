@@ -13,6 +13,7 @@ from warpfit import (
     FailedPreconditionError,
     InvalidArgumentError,
     Program,
+    RetryPolicy,
     UnavailableError,
 )
 from warpfit.calls import proposals
@@ -40,6 +41,10 @@ class Fragile(warpfit.testing.InProcessServer):
         return super()._optimize(message)
 
 
+#: A client gives up soon.
+BRIEFLY = RetryPolicy(total_seconds=0.1, initial_backoff=0.001, maximum_backoff=0.01)
+
+
 class Ending(warpfit.testing.InProcessServer):
     """Answers some fits, and every later one with an error."""
 
@@ -62,7 +67,7 @@ def test_answers_are_kept_when_the_time_is_over_or_the_server_is_lost(monkeypatc
     for error, ends in ((late, range(5)), (gone, (0, 1))):
         for fits in ends:
             server = Ending(fits, error)
-            with warpfit.testing.client(server) as client:
+            with warpfit.testing.client(server, retry=BRIEFLY) as client:
                 data = client.upload(*table(), names=NAMES, dtype="float64")
                 if not fits:
                     with pytest.raises(type(error)):

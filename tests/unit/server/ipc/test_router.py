@@ -189,6 +189,15 @@ class TestSplitting:
             == "cpu:0"
         )
 
+    def test_engines_that_load_the_data_set_soon_get_parts(self, front):
+        data = Data(loaded=[0])
+        data.layout = DATASET.layout.__class__(np.dtype("<f4"), 3, 1 << 22, has_target=True)
+        load = data.layout.nbytes / 8
+        assert "," not in self.split(front, int(1.5 * load), data).device
+        front.table.clear_process(0)
+        assert len(self.split(front, int(4 * load), data).device.split(",")) == 3
+        assert data.engines == {0, 1, 2}
+
     def test_the_part_of_an_engine_that_is_lost_goes_to_another(self, front):
         front.connections[2].is_lost = True
         assert set(self.split(front).device.split(",")) == {"cpu:0", "cpu:1"}

@@ -42,6 +42,7 @@ def group_of_one(monkeypatch, tmp_path):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
 
 
+@pytest.mark.thorough
 def test_another_process_compiles_into_the_directory(group_of_one, tmp_path, caplog):
     parts.compile_group("values", 2)
     names = {path.name.split("-")[0] for path in tmp_path.rglob("*.nbi")}
