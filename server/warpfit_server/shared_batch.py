@@ -199,6 +199,8 @@ class SharedBatch(Batch):
             raise AttributeError(name)
         first, *others = [part.arrays() for part in self.parts]
         for field in _MADE:
-            parts = first[field], *(one[field] for one in others)
-            object.__setattr__(self, field, np.concatenate(parts) if others else parts[0])
+            array = first[field]
+            if others:
+                array = np.concatenate([array, *[one[field] for one in others]])
+            object.__setattr__(self, field, array)
         return getattr(self, name)  # type: ignore[no-any-return]

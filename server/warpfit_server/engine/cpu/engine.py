@@ -117,6 +117,7 @@ class CpuEngine:
         self._derivatives = self._load_derivatives()
         self._datasets: dict[bytes, Dataset] = {}
         self._loop = ParallelLoop(self.threads, NICE)
+        self.others_wait = self._loop.others_wait
         self._programs: LoweringCache[_LoweredPrograms] = LoweringCache()
         self._derived: LoweringCache[derivatives.LoweredDerivatives] = LoweringCache()
 
@@ -151,10 +152,6 @@ class CpuEngine:
     def counters(self) -> Mapping[str, float]:
         """Return nothing: no code is compiled for a batch."""
         return {}
-
-    def others_wait(self, wait: bool) -> None:
-        """Let a step end soon while requests wait; see `interface.Engine`."""
-        self._loop.others_wait(wait)
 
     def map_segment(self, segment: Segment) -> None:
         """Do nothing: programs are read where they lie."""
