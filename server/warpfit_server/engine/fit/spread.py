@@ -16,8 +16,9 @@ from warpfit_server.engine.native.compile_processes import NICE
 from warpfit_server.system.machine import available_cores
 
 _THREADS: Final = ThreadPoolExecutor(available_cores(), "spread", os.nice, (NICE,))
-#: Least microseconds of work for each thread.
-_LEAST: Final = 100.0
+#: Least microseconds of work for each thread: until one has woken up and has been waited for, some
+#: 200 have passed.
+_LEAST: Final = 500.0
 #: Tokens of programs on which compiled code works in a microsecond.
 TOKENS: Final = 40.0
 
