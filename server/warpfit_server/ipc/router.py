@@ -3,9 +3,9 @@
 The estimates are those of admission. What is outstanding in all front ends stands in the table of
 quotas, which they share. An engine that lacks the data set counts as busy for as long as loading it
 takes. Among engines that are about equally busy a batch goes to the same one each time, which may
-have compiled kernels of it. A request of several milliseconds is split over idle engines, also over one
-that loads the data set in less than half of the request's time: all parts lie in one segment, where
-each engine writes into its slice of the results.
+have compiled kernels of it. A request of several milliseconds is split over idle engines, also over
+one that loads the data set in less than half of the request's time: all parts lie in one segment,
+where each engine writes into its slice of the results.
 """
 
 from __future__ import annotations
