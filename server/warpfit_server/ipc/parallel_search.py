@@ -2,11 +2,13 @@
 
 The engines exchange nothing. The front of all has the best formula of each size, as far as larger
 ones are better, and the search ends for all where one engine meets the target loss. An engine that
-is lost takes what it had not reported yet with it; the others go on.
+is lost takes what it had not reported yet with it; the others go on. One that has begun late,
+because it had to load code, is not waited for when the time of another one is over.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -23,6 +25,9 @@ from warpfit_server.ipc.engine_connection import InFlightRequest
 
 #: Between the seeds of two engines; odd, so that no two of them are equal.
 _SEED_STEP: Final = 0x9E3779B97F4A7C15
+_MET: Final = SearchReason.TARGET_LOSS
+#: Seconds after the begin of an engine at which another one has begun late.
+_LATE: Final = 1.0
 
 
 def seeded(search: SearchRequest, count: int) -> list[SearchRequest]:
@@ -81,6 +86,8 @@ class ParallelSearch:
         self._parts, self._is_score = parts, is_score
         self._running = list(parts)
         self._latest: dict[InFlightRequest, SearchProgress] = {}
+        self._begun: dict[InFlightRequest, float] = {}
+        """When each engine that has reported began, on the clock of ``time.monotonic()``."""
         self._end: messages.RequestFinished | None = None
         self.device = ",".join(part.device for part in parts)
         """Labels of the devices."""
@@ -119,12 +126,14 @@ class ParallelSearch:
         if isinstance(reply, messages.RequestFinished):
             self._running.remove(part)
         elif isinstance(reply, messages.SearchProgressed):
-            self._latest[part] = reply.progress
-            if reply.progress.reason is SearchReason.TARGET_LOSS:
-                for other in self._running:
-                    if other is not part:
-                        other.cancel()
-                self._running = [part]
+            self._latest[part], now = reply.progress, time.monotonic()
+            begun = self._begun[part] = now - reply.progress.seconds
+            for other in list(self._running):
+                is_late = self._begun.get(other, now) > begun + _LATE
+                is_over = reply.progress.reason is SearchReason.TIME and is_late
+                if other is not part and (is_over or reply.progress.reason is _MET):
+                    other.cancel()
+                    self._running.remove(other)
             return True
         return False
 
@@ -140,8 +149,7 @@ class ParallelSearch:
         self.timings = Timings(**longest, tier=each[0].tier)
         self._end = messages.RequestFinished(self._parts[0].number)
         reasons = [one.reason for one in self._latest.values() if one.reason is not None]
-        met = SearchReason.TARGET_LOSS
-        reason = met if met in reasons else reasons[0]
+        reason = _MET if _MET in reasons else reasons[0]
         return messages.SearchProgressed(self._parts[0].number, self._progress(reason))
 
     def _progress(self, reason: SearchReason | None) -> SearchProgress:

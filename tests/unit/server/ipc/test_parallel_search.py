@@ -124,6 +124,22 @@ def test_one_that_meets_the_target_ends_all():
     assert len(slow.waiting) > 40
 
 
+@pytest.mark.parametrize("has_reported", [True, False])
+def test_one_that_has_begun_late_is_not_waited_for(has_reported):
+    late = Part(*[told({1: 5.0 - n}, 10 + n) for n in range(4) if has_reported or n])
+    late.waiting.extend([None, told({1: 0.1}, 800, SearchReason.TIME), END])
+    own = Part(told({3: 1.0}, 700), told({3: 0.5}, 800, SearchReason.TIME), END)
+    search = ParallelSearch([own, late] if not has_reported else [late, own], is_score=False)
+    if not has_reported:
+        late.waiting.appendleft(None)
+    while (last := search.next_reply()).progress.reason is None:
+        pass
+    assert last.progress.reason is SearchReason.TIME
+    assert 0.1 not in last.progress.front.losses
+    assert 0.5 in last.progress.front.losses
+    assert (late.is_cancelled, own.is_cancelled) == (True, False)
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_the_others_go_on_without_an_engine_that_is_lost(is_first):
     lost = Part(told({1: 2.0}, 10), LOST)
