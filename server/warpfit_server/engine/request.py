@@ -103,6 +103,7 @@ class Request(ScheduledRequest):
         self.connection = connection
         self.problem = problem
         self.segment = segment
+        self._flag = problem.segment_layout.flag_offset
         self.number = problem.request
         self.alone = problem.alone
         self.steps: Steps[Timings] | None = None
@@ -119,16 +120,16 @@ class Request(ScheduledRequest):
     @cached_property
     def cancelled(self) -> NDArray[np.uint8]:
         """[1]; the front end sets it to 1 when no caller waits for the answer any more."""
-        return self.problem.segment_layout.cancelled(self.segment)
+        return self.segment.array("u1", (1,), self._flag)
 
     @property
     def is_cancelled(self) -> bool:
         """Whether no caller waits any more; a fit sets the flag to 2 when its time is up."""
-        return self.segment.map[self.problem.segment_layout.flag_offset] == 1
+        return self.segment.map[self._flag] == 1
 
     def note_state(self, state: int) -> None:
         """Write a state into the segment; the front end reads it if this process dies."""
-        self.segment.map[self.problem.segment_layout.flag_offset + 1] = state
+        self.segment.map[self._flag + 1] = state
 
     def mark_begun(self) -> None:
         """Note for the front end, and for the timings, that the first step begins."""

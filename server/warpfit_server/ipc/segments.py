@@ -427,10 +427,6 @@ class SegmentLayout(NamedTuple):
         """Offset of the cancellation flag, one byte, which the state follows."""
         return self.arrays["flags"][2]
 
-    def cancelled(self, segment: Segment) -> NDArray[np.uint8]:
-        """View of the cancellation flag, [1], which the front end sets and the engine polls."""
-        return segment.array("u1", (1,), self.flag_offset)
-
     def state(self, segment: Segment) -> int:
         """Return the request's state: `QUEUED`, `BEGUN` or `ALONE`."""
         return segment.map[self.flag_offset + 1]

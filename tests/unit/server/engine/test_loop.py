@@ -325,7 +325,7 @@ class TestCancellation:
         engine, front = run_loop()
         run = front.start(1.0, constant=WAITS, values=True)
         wait_until(lambda: engine.batches)
-        run.segment_layout.cancelled(run.segment)[0] = 2  # what the driver of fits writes
+        run.segment.map[run.segment_layout.flag_offset] = 2  # what the driver of fits writes
         time.sleep(2 * loop_module._LOOK_SECONDS)
         engine.promised.set_result(None)
         assert front.answer(run) == [1.0]
