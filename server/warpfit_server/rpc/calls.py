@@ -533,7 +533,8 @@ class Call:
             self._fail(error)
         finally:
             self._on_end = None
-            self.end_turn()
+            if self._has_turn:
+                self.end_turn()
             if self._method.streams:
                 self._charge()
             self._give_back()
