@@ -101,8 +101,7 @@ class _TenantQueue(Generic[Item]):
 
     def __init__(self, charge: float) -> None:
         self.charge = charge
-        self.waiting = self.running = 0
-        """Requests that wait, and those with a step that runs."""
+        self.running = 0
         self.began = 0.0
         """When its last step began, on the scheduler's clock."""
         self.short: _ClassQueue[Item] = _ClassQueue(_SHORT_WEIGHT)
@@ -114,7 +113,6 @@ class _TenantQueue(Generic[Item]):
         if not own.requests and other.requests:
             own.charge = max(own.charge, other.charge - _CREDIT)
         own.requests[request] = None
-        self.waiting += 1
         if request.used and not request.is_long:
             own.requests.move_to_end(request, last=False)
 
@@ -132,13 +130,17 @@ class _TenantQueue(Generic[Item]):
         """Take a request out of the queue."""
         queue = self.short if request in self.short.requests else self.long
         del queue.requests[request]
-        self.waiting -= 1
 
     def add_charge(self, request: Item, seconds: float) -> None:
         """Charge a step of a request to its class and to the tenant."""
         queue = self.long if request.is_long else self.short
         queue.charge += seconds / queue.weight
         self.charge += seconds
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether any request waits."""
+        return bool(self.short.requests or self.long.requests)
 
 
 @dataclass(slots=True, eq=False)
@@ -201,11 +203,11 @@ class Scheduler(Generic[Item]):
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
             if len(self._tenants) >= _REMEMBERED:
-                idle = [n for n, t in self._tenants.items() if not (t.waiting or t.running)]
+                idle = [n for n, t in self._tenants.items() if not (t.is_waiting or t.running)]
                 for name in idle[: len(idle) // 2 + 1]:  # known for longest
                     del self._tenants[name]
             tenant = self._tenants[request.tenant] = _TenantQueue(self._virtual_time)
-        elif not (tenant.waiting or tenant.running):
+        elif not (tenant.is_waiting or tenant.running):
             tenant.charge = max(tenant.charge, self._virtual_time - _CREDIT)
         tenant.add(request)
         self._waiting += 1
@@ -218,7 +220,7 @@ class Scheduler(Generic[Item]):
         if not self._waiting:
             return []
         probes = self._tenants.get(PROBE)
-        if probes is not None and probes.waiting:
+        if probes is not None and probes.is_waiting:
             return self._take(probes, probes.first())
         requests = self._next_of_turn() if self._turn is not None else self._next_of_tenants()
         self._begun += len(requests)
@@ -254,7 +256,7 @@ class Scheduler(Generic[Item]):
 
     def _next_of_tenants(self) -> list[Item]:
         """Take requests of the tenant that has been charged least, or begin a suspect's turn."""
-        tenants = [tenant for tenant in self._tenants.values() if tenant.waiting]
+        tenants = [tenant for tenant in self._tenants.values() if tenant.is_waiting]
         if tenants and self._is_crowded():
             began = max(tenant.began for tenant in self._tenants.values() if tenant.running)
             is_overdue = began < self._clock() - _OVERDUE
@@ -302,7 +304,7 @@ class Scheduler(Generic[Item]):
         if not any(tenant.running for tenant in tenants):
             return False
         recently = self._virtual_time - _ACTIVE
-        return sum(bool(tenant.waiting) or tenant.charge > recently for tenant in tenants) > 1
+        return sum(tenant.is_waiting or tenant.charge > recently for tenant in tenants) > 1
 
     def _take_mergeable(self, first: Item) -> list[Item]:
         """Take the requests that are merged with the first, from the tenants in turn.

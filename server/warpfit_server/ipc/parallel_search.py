@@ -2,8 +2,9 @@
 
 The engines exchange nothing. The front of all has the best formula of each size, as far as larger
 ones are better, and the search ends for all where one engine meets the target loss. An engine that
-is lost takes what it had not reported yet with it; the others go on. One that has begun late,
-because it had to load code, is not waited for when the time of another one is over.
+is lost takes what it had not reported yet with it; the others go on. When the time of one is over,
+an engine that had to load code, and so has begun late, is not waited for: if it is the one that was
+asked first, from its first report on.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ from warpfit_server.ipc.engine_connection import InFlightRequest
 
 #: Between the seeds of two engines; odd, so that no two of them are equal.
 _SEED_STEP: Final = 0x9E3779B97F4A7C15
-_MET: Final = SearchReason.TARGET_LOSS
-#: Seconds after the begin of an engine at which another one has begun late.
+#: An engine has begun late that begins more seconds after another one.
 _LATE: Final = 1.0
 
 
@@ -128,10 +128,11 @@ class ParallelSearch:
         elif isinstance(reply, messages.SearchProgressed):
             self._latest[part], now = reply.progress, time.monotonic()
             begun = self._begun[part] = now - reply.progress.seconds
+            reason = reply.progress.reason
             for other in list(self._running):
                 is_late = self._begun.get(other, now) > begun + _LATE
-                is_over = reply.progress.reason is SearchReason.TIME and is_late
-                if other is not part and (is_over or reply.progress.reason is _MET):
+                is_met = reason is SearchReason.TARGET_LOSS
+                if other is not part and (is_met or (reason is SearchReason.TIME and is_late)):
                     other.cancel()
                     self._running.remove(other)
             return True
@@ -149,7 +150,8 @@ class ParallelSearch:
         self.timings = Timings(**longest, tier=each[0].tier)
         self._end = messages.RequestFinished(self._parts[0].number)
         reasons = [one.reason for one in self._latest.values() if one.reason is not None]
-        reason = _MET if _MET in reasons else reasons[0]
+        met = SearchReason.TARGET_LOSS
+        reason = met if met in reasons else reasons[0]
         return messages.SearchProgressed(self._parts[0].number, self._progress(reason))
 
     def _progress(self, reason: SearchReason | None) -> SearchProgress:

@@ -288,9 +288,6 @@ class Router:
         if len(bounds) == 2:
             return [(request, order)]
         idle = idle[: len(bounds) - 1]
-        for number in idle:  # at the same time; `_send` waits
-            if number not in data.engines:
-                data.load(number)
         parts = enumerate(request.split(bounds))
         return [(part, [*idle[number:], *idle[:number]]) for number, part in parts]
 

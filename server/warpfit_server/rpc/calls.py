@@ -533,8 +533,7 @@ class Call:
             self._fail(error)
         finally:
             self._on_end = None
-            if self._has_turn:
-                self.end_turn()
+            self.end_turn()
             if self._method.streams:
                 self._charge()
             self._give_back()

@@ -175,7 +175,11 @@ def test_what_leaves_float32_is_fitted_precisely_and_nothing_else_is():
         assert seen[0] == (Precision.FAST, 3)
         assert found.parameters[0].tolist() == alone.parameters[0].tolist()
         assert found.loss[0] == alone.loss[0]
-        assert [str(reason) for reason in found.reason[1:]] != ["iterations", "iterations"]
+        options["precision"] = Precision.PRECISE
+        precise = fit(data, texts[1:], starts[1:], **options)
+        for place in range(2):
+            np.testing.assert_array_equal(found.parameters[place + 1], precise.parameters[place])
+        assert [str(reason) for reason in found.reason[1:]] == [str(r) for r in precise.reason]
         assert str(found.reason[2]) == "not_finite"
         seen.clear()
     engine.close()
