@@ -2,7 +2,6 @@
 
 import dataclasses
 import html
-import inspect
 import pickle
 import re
 
@@ -52,10 +51,12 @@ def test_a_fit_without_one_of_its_parameters_says_so(client):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "remedy"), [("float32", 'upload with dtype="float64"'), ("float64", "other starts")]
-)
-@pytest.mark.parametrize(
-    ("stalled", "what"), [(0, ""), (1, "1 search has"), (3, "3 searches have")]
+    ("dtype", "remedy", "stalled", "what"),
+    [
+        ("float32", 'upload with dtype="float64"', 1, "1 search has"),
+        ("float64", "other starts", 3, "3 searches have"),
+        ("float64", "", 0, ""),
+    ],
 )
 def test_fits_that_stalled_say_what_helps(client, dtype, remedy, stalled, what):
     data = client.upload(X, 2 * X[:, 0], dtype=dtype)
@@ -115,16 +116,6 @@ def test_many_expressions_come_without_standard_errors_unless_asked_for(client):
     assert str(fit).endswith("... and 1 more row")
 
 
-def test_timings_show_as_a_table():
-    timings = Timings(decode=1500, compute=2_000_000, tier=Tier.COMPILED, cache_hits=3)
-    lines = str(timings).splitlines()
-    assert lines[0].split() == ["stage", "microseconds"]
-    assert ["decode", "1.5"] in [line.split() for line in lines]
-    assert ["compute", "2000.0"] in [line.split() for line in lines]
-    assert lines[-1] == "tier compiled, cache hits 3"
-    assert "<td>2000.0</td>" in timings._repr_html_()
-
-
 def test_long_tables_are_cut_and_cells_are_escaped():
     table = TextTable(("a",), [("<b>",)] * 25)
     assert table.text().splitlines()[-1] == "... and 5 more rows"
@@ -162,6 +153,8 @@ def test_whatever_calls_return_prints_as_a_small_table(client):
     assert re.search(r"losses +80 +float64 +0, 1, ", repr(answer))
     assert "80 of 500 x 1" in repr(answer)
     assert "NumPy reference" in repr(client.info())
+    timings = Timings(decode=1500, compute=2_000_000, tier=Tier.COMPILED, cache_hits=3)
+    assert re.search(r"\n *compute +2000\.0\n[\s\S]*tier compiled, cache hits 3$", str(timings))
 
 
 def test_clients_show_their_address_and_no_token():
@@ -178,21 +171,3 @@ def test_a_client_is_not_made_of_an_address(kind, given):
         kind(given)
     assert ("_async" in caught.value.remedy) == (kind is warpfit.AsyncClient)
     assert not isinstance(given, str) or given in caught.value.remedy
-
-
-@pytest.mark.parametrize("kind", [warpfit.Client, warpfit.AsyncClient])
-@pytest.mark.parametrize(
-    ("method", "keywords"),
-    [
-        ("upload", {"dtype": "auto", "names": None}),
-        ("open", {"y": None}),
-        ("evaluate", {"loss": None, "gradient": False, "precision": "precise"}),
-        ("run", {"values": None, "reductions": False}),
-        ("optimize", {"loss": "mse", "method": "auto", "bounds": None, "tier": "auto"}),
-        ("simplify", {"tolerance": 0.01}),
-    ],
-)
-def test_help_shows_the_keywords(kind, method, keywords):
-    parameters = inspect.signature(getattr(kind, method)).parameters
-    assert "options" not in parameters
-    assert {name: parameters[name].default for name in keywords} == keywords

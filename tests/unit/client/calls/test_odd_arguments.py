@@ -1,7 +1,5 @@
 """Arrays without axes, half characters, and names without an order, wherever they are given."""
 
-import re
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -53,30 +51,22 @@ def test_an_element_that_is_no_expression_is_refused(client, data, odd):
     assert answer.error is not None
 
 
-@pytest.mark.parametrize(
-    "names",
-    [{"a": 1, "b": 2}, {"a", "b"}, frozenset("ab"), {"a": 1, "b": 2}.values(), np.array("a"), 3,
-     [1, 2], [b"a", b"b"], [None, "b"], np.array([["a", "b"]]), "ab"],
-)  # fmt: skip
-def test_names_are_texts_with_an_order(client, names):
-    program = warpfit.parse("x1 + x2")
-    for call in (
-        lambda: client.upload(X, X[:, 0], names=names),
-        lambda: warpfit.parse("a", names),
-        lambda: program.latex(names),
-        lambda: program.to_numpy(names),
+def test_names_are_texts_with_an_order(client):
+    texts = np.array(["a", "b"])
+    for names in (["a", "b"], texts, iter("ab"), {"a": 1, "b": 2}.keys(), texts.astype(object)):
+        assert client.upload(X, X[:, 0], names=names).names == ("a", "b")
+    for names in (
+        *({"a": 1, "b": 2}, {"a", "b"}, {"a": 1, "b": 2}.values(), np.array("a"), 3, [1, 2]),
+        *([b"a", b"b"], [None, "b"], np.array([["a", "b"]]), "ab"),
     ):
-        with pytest.raises(warpfit.InvalidArgumentError, match="names is"):
-            call()
-
-
-@pytest.mark.parametrize(
-    "names",
-    [["a", "b"], ("a", "b"), np.array(["a", "b"]), iter("ab"), {"a": 1, "b": 2}.keys(),
-     np.array(["a", "b"], dtype=object)],
-)  # fmt: skip
-def test_other_texts_with_an_order_are_names(client, names):
-    assert client.upload(X, X[:, 0], names=names).names == ("a", "b")
+        for take in (
+            lambda names: client.upload(X, X[:, 0], names=names),
+            lambda names: warpfit.parse("a", names),
+            warpfit.parse("x1 + x2").latex,
+            warpfit.parse("x1 + x2").to_numpy,
+        ):
+            with pytest.raises(warpfit.InvalidArgumentError, match="names is"):
+                take(names)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +92,4 @@ def test_half_a_character_is_refused_with_its_place(client, call):
         call(client)
     assert caught.value.remedy
     str(caught.value).encode()  # it can be printed
-
-
-def test_tables_can_be_printed_whatever_text_they_hold():
-    shown = str(Proposals([Proposal(HALF)]))
-    assert re.search(r"a\\ud800b", shown)
-    shown.encode()
+    assert r"a\ud800b" in str(Proposals([Proposal(HALF)]))

@@ -131,17 +131,19 @@ def test_errors_survive(kind, place):
     assert type(back) is (with_place if issubclass(kind, errors.InvalidArgumentError) else kind)
 
 
-@given(st.integers(1, 200))
+@given(st.integers(1, 500))
 def test_long_arrays_survive_in_pieces_of_any_size(chunk_bytes):
     """Whichever of them come whole at the end."""
     batch = Batch.of(_two_programs(), [[[1.0], [2.0]], [[], []]])
-    requested = dict.fromkeys(FURTHER_OUTPUTS, True) | {"linear_scaling": False, "jacobian": False}
+    requested = dict.fromkeys(FURTHER_OUTPUTS, True) | {"linear_scaling": False}
     evaluation = Evaluation(bytes(32), batch, loss=Loss.MSE, values=False, **requested)
     shapes = {"losses": (2, 2), "gradients": (2,), "variable_gradients": (2, 2, LAYOUT.variables)}
     shapes |= {"reductions": (2, 2, 5), "correlations": (2, 2)}
-    arrays = {name: np.random.default_rng(1).normal(size=shape) for name, shape in shapes.items()}
+    rng = np.random.default_rng(1)
+    arrays = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     long = {name: array for name, array in arrays.items() if array.nbytes > chunk_bytes}
     short = {name: array for name, array in arrays.items() if name not in long}
+    long["jacobian"] = arrays["jacobian"] = rng.normal(size=(2, 100)).astype(LAYOUT.dtype)
     sent = [codec.result_start(LAYOUT, (2, 2, LAYOUT.rows))]
     for name, array in long.items():
         sent += codec.array_pieces(name, array.reshape(-1).data.cast("B"), 0, chunk_bytes)
@@ -257,48 +259,32 @@ def test_an_answer_that_is_too_large_for_the_memory():
     assert caught.value.needed == 2**63
 
 
-def test_the_whole_answer_in_one_message():
-    evaluation = Evaluation(bytes(32), Batch.of(_two_programs(), [[1.0], []]), loss=Loss.MSE)
-    message = _header()
-    message.MergeFrom(_ALL)
-    message.MergeFrom(_END)
-    assert codec.read_result(evaluation, FOUR_ROWS, [message]).values.shape == (2, 1, 4)
-
-
 # --------------------------------------------------------------------------------- malformed bytes
 
 
-@pytest.mark.parametrize("detail", [b"\xff\xff\xff", b"\x0a\xff"])
-def test_a_garbled_error_detail_falls_back_on_the_status(detail):
-    error = codec.error_from_status("NOT_FOUND", "gone", [(codec.ERROR_METADATA_KEY, detail)])
-    assert type(error) is errors.DatasetNotFoundError
-    assert error.message == "gone"
-
-
-def test_details_of_another_status_do_not_count():
-    """A call whose time ends as its answer arrives has both."""
-    detail = codec.error_to_status(errors.DatasetNotFoundError())
-    metadata = [(codec.ERROR_METADATA_KEY, detail)]
-    error = codec.error_from_status("DEADLINE_EXCEEDED", "not resident", metadata)
-    assert (error.reason, error.message) == (
-        "DEADLINE_EXCEEDED",
-        "the call did not end in its time",
-    )
+GONE = codec.error_to_status(errors.DatasetNotFoundError())
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"),
+    ("status", "kind", "detail"),
     [
-        ("UNKNOWN", errors.InternalError),
-        ("UNIMPLEMENTED", errors.UnimplementedError),
-        ("UNAVAILABLE", errors.UnavailableError),
-        ("DEADLINE_EXCEEDED", errors.DeadlineExceededError),
+        ("UNKNOWN", errors.InternalError, None),
+        ("UNIMPLEMENTED", errors.UnimplementedError, None),
+        ("UNAVAILABLE", errors.UnavailableError, None),
+        ("DEADLINE_EXCEEDED", errors.DeadlineExceededError, None),
+        ("NOT_FOUND", errors.DatasetNotFoundError, b"\xff\xff\xff"),
+        ("NOT_FOUND", errors.DatasetNotFoundError, b"\x0a\xff"),
+        # A call whose time ends as its answer arrives has the details of another status.
+        ("DEADLINE_EXCEEDED", errors.DeadlineExceededError, GONE),
     ],
 )
-def test_grpcs_own_errors(status, kind):
-    error = codec.error_from_status(status, "", None)
+def test_without_a_right_detail_the_status_counts(status, kind, detail):
+    metadata = detail and [(codec.ERROR_METADATA_KEY, detail)]
+    error = codec.error_from_status(status, "said", metadata)
     assert type(error) is kind
-    assert error.reason == status
+    is_late = status == "DEADLINE_EXCEEDED"
+    assert error.message == ("the call did not end in its time" if is_late else "said")
+    assert error.reason == status or status == "NOT_FOUND"
 
 
 @given(evaluation=evaluations(), long=st.sampled_from([0, 1 << 16]))

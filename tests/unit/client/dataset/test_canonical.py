@@ -57,7 +57,7 @@ def test_content_ids_follow_the_contract(dtype, y, weights, names):
 
 @pytest.mark.parametrize(
     ("dtype", "rows", "variables", "order"),
-    [("float32", 70_001, 37, "C"), ("float64", 2_100_000, 1, "C"), ("float64", 130_000, 17, "F")],
+    [("float32", 70_001, 37, "C"), ("float64", 130_000, 17, "F")],
 )
 def test_large_data_sets_are_hashed_in_a_thread(dtype, rows, variables, order):
     X = np.asarray(np.random.default_rng(3).normal(size=(rows, variables)), order=order)
@@ -70,13 +70,7 @@ def test_large_data_sets_are_hashed_in_a_thread(dtype, rows, variables, order):
     for column in (*X.T, y, weights):
         digest.update(column.astype(dtype).tobytes())
     assert dataset.content_id == digest.digest()
-    assert threading.active_count() <= threads
-
-
-def test_closing_a_digest_ends_its_thread():
-    layout = Dataset.of(np.zeros((3_000_000, 1))).layout
-    threads = threading.active_count()
-    digest = PayloadDigest(layout, most_behind=1)
+    digest = PayloadDigest(dataset.layout, most_behind=1)
     digest.update(memoryview(bytes(1 << 20)))
     digest.close()
     assert threading.active_count() <= threads
@@ -94,13 +88,16 @@ def test_memory_order_and_strides_do_not_matter(matrix, fortran):
 ROWS = 150_000
 
 
-@pytest.mark.parametrize(("row", "number"), [(7, 1e39), (ROWS - 1, -1e300)])
-@pytest.mark.parametrize(("place", "name"), [(0, "x1"), (18, "x19"), ("y", "y"), ("w", "weights")])
+@pytest.mark.parametrize(
+    ("row", "number", "place", "name"),
+    [
+        (7, 1e39, 0, "x1"), (ROWS - 1, -1e300, 18, "x19"),
+        (ROWS - 1, -1e300, "y", "y"), (7, 1e39, "w", "weights"),
+    ],
+)  # fmt: skip
 def test_numbers_too_large_for_float32_are_refused(row, number, place, name):
     columns = np.zeros((ROWS, 19))
     y, w = np.zeros(ROWS), np.ones(ROWS)
-    if place == "w":
-        number = abs(number)
     target = {"y": y, "w": w}.get(place, columns[:, place] if isinstance(place, int) else y)
     target[row] = number
     target[(row + 1) % ROWS] = np.nan if place != "w" else 1.0
@@ -156,16 +153,16 @@ def test_columns_that_lose_digits_in_float32_are_warned_of(column, loses):
         assert "b (" not in found
     assert digits_lost(X, names=["a", "time", "b"], dtype="float64") == ""
     assert digits_lost(np.arange(1000), column).startswith("float32 loses digits of y") == loses
-
-
-def test_weights_are_compared_with_their_size_not_with_their_spread():
+    # Weights are compared with their size, not with their spread.
     assert digits_lost(SPREAD, SPREAD, 1e6 + 1e-3 * SPREAD) == ""
     assert "weights" in digits_lost(SPREAD, SPREAD, np.full(1000, 1e-46))
 
 
-@pytest.mark.parametrize("weight", [-1e-30, -1.0, np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("row", [0, 4, 5])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("weight", "row", "dtype"),
+    [(-1e-30, 0, "float64"), (-1.0, 5, "float32"), (np.nan, 4, "float64"), (np.inf, 0, "float32"),
+     (-np.inf, 5, "float64")],
+)  # fmt: skip
 def test_weights_must_be_finite_and_not_negative(weight, row, dtype, monkeypatch):
     weights = np.arange(6.0)
     weights[row] = weight
@@ -197,23 +194,6 @@ def test_shapes_names_and_dtypes_are_checked(arguments, options, reason):
     assert caught.value.remedy
 
 
-@pytest.mark.parametrize(
-    ("column", "wanted"),
-    [
-        ([0.5, 1.5, 2.5], "float32"),
-        (np.array([1, 2, 3], dtype=np.float32) + 1e7, "float32"),
-        ([1.7e9, 1.7e9 + 1, 1.7e9 + 2], "float64"),
-        ([1e300, 1.0, 2.0], "float64"),
-    ],
-)
-def test_auto_takes_float64_where_float32_would_lose_digits(column, wanted):
-    columns = np.array(column)[:, np.newaxis]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for X, y in ((columns, None), (np.ones((3, 1)), columns[:, 0])):
-            assert client_dataset(open_table(X, y), dtype="auto").layout.dtype == wanted
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("rows", [1, 7, 300_000])
 def test_ranges_are_those_of_the_rows_that_count(rows, dtype, monkeypatch):
@@ -230,8 +210,5 @@ def test_ranges_are_those_of_the_rows_that_count(rows, dtype, monkeypatch):
         monkeypatch.setattr(canonical, "_COPIED_BYTES", copied)
         dataset = client_dataset(open_table(X, y, weights), dtype=dtype)
         np.testing.assert_array_equal(canonical.ranges(dataset), expected)
-
-
-def test_a_variable_without_numbers_has_an_empty_range():
-    dataset = client_dataset(open_table([[np.nan], [np.inf]]))
-    np.testing.assert_array_equal(canonical.ranges(dataset), [[0.0], [0.0]])
+    nothing = client_dataset(open_table([[np.nan], [np.inf]]))
+    np.testing.assert_array_equal(canonical.ranges(nothing), [[0.0], [0.0]])

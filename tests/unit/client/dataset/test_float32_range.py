@@ -9,6 +9,7 @@ import pytest
 import warpfit
 import warpfit.testing
 from warpfit.calls.dataset_handle import warn_of_range
+from warpfit.expressions.reference import evaluate_program
 from warpfit.request import Result
 
 X = np.linspace(1.0, 3.0, 50)[:, None]
@@ -39,13 +40,12 @@ def test_expressions_are_warned_of_by_name(client, text, parameters, named):
         client.evaluate(double, [text], [parameters], loss="mse")
 
 
-@pytest.mark.parametrize("text", ["x1 + 1e-30", "x1*1e20 - 1e15", "exp(-x1*1e12)", "log(1e300)"])
-def test_what_float32_computes_right_is_not_warned_of(client, text):
+def test_what_float32_computes_right_is_not_warned_of(client):
     data = client.upload(X, X[:, 0], dtype="float32")
+    texts = ["x1 + 1e-30", "x1*1e20 - 1e15", "exp(-x1*1e12)", "1/x1", "1000*x1"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        if "300" not in text:
-            client.evaluate(data, [text, "1/x1", "1000*x1"], loss="mse")
+        client.evaluate(data, texts, loss="mse")
 
 
 def warned_of(call):
@@ -107,17 +107,12 @@ def test_only_what_a_person_wrote_is_looked_at_and_not_for_ever(client, monkeypa
     assert looked[10:] == [0] * 100
 
 
-def planck(frequency, temperature):
-    h, k, c = 6.62607015e-34, 1.380649e-23, 299792458.0
-    return 2 * h * frequency**3 / c**2 / np.expm1(h * frequency / (k * temperature))
-
-
 PLANCK = "2*6.62607015e-34*x1^3/299792458^2/(exp(6.62607015e-34*x1/(1.380649e-23*p1)) - 1)"
 
 
 def test_plancks_law_in_si_units(client):
     frequency = np.linspace(1e13, 1e15, 80)
-    target = planck(frequency, 5778.0)
+    target = evaluate_program(warpfit.parse(PLANCK), frequency[None], [5778.0])
     data = client.upload(frequency[:, None], target)
     assert data.layout.dtype == np.float64
     fit = client.optimize(data, [PLANCK], [[4000.0]], accuracy="final")
