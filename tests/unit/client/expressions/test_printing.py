@@ -1,7 +1,6 @@
 """Programs as text and LaTeX, and the place of a token in the text."""
 
 import struct
-from itertools import product
 from string import Formatter
 
 import numpy as np
@@ -55,13 +54,10 @@ def test_text_round_trip_keeps_every_bit(program):
     [
         ("x1 + -(x2*x3)", "x1 - x2 * x3"),
         ("x1 - -(x2*x3)*x4", "x1 + x2 * x3 * x4"),
-        ("x1 + -(x2/x3)/x4*5", "x1 - x2 / x3 / x4 * 5"),
-        ("x1 + -(-(x2*x3)*x4)", "x1 + x2 * x3 * x4"),
         ("x1 + --(x2 + x3)", "x1 + (x2 + x3)"),
         ("x1 - -(x2 - -(x3*-x4))", "x1 + (x2 - x3 * x4)"),
         ("x1 + -(2)*x2 - -(x3^2)", "x1 - 2 * x2 + x3 ^ 2"),
         ("(x1 + -(x2*x3)) * -(x4*x5)", "(x1 - x2 * x3) * -(x4 * x5)"),
-        ("-(x1*x2) + x3", "-(x1 * x2) + x3"),
         ("-(x1*x2)*x3 < -(x4/x5)", "-(x1 * x2) * x3 < -(x4 / x5)"),
     ],
 )
@@ -108,33 +104,13 @@ def test_no_parentheses_are_superfluous(program):
 @pytest.mark.parametrize(
     "text",
     [
-        *("5 - abs(x1) * sqrt(p1) / 10 + 2 ^ x2", "(-x1) ^ 2 - x1 ^ (-2)", "-(2)", "--x1"),
-        *(
-            "-(-2)",
-            "x1 ^ 2 - x2 ^ 3 ^ x1 ^ 2",
-            "x1 ^ 2.0",
-            "(x1 ^ 2) ^ 3",
-            "not (x1 and x2) or x3 < 1",
-            "where(x1 > 0, 1e-05, 1e+300)",
-        ),
-        "-0 + inf - nan - inf",
+        *("5 - abs(x1) * sqrt(p1) / 10 + 2 ^ x2", "(-x1) ^ 2 - x1 ^ (-2)", "-(2)", "--x1", "--2"),
+        *("x1 ^ 2 - x2 ^ 3 ^ x1 ^ 2", "x1 ^ 2.0", "(x1 ^ 2) ^ 3", "-0 + inf - nan - inf"),
+        *("not (x1 and x2) or x3 < 1", "where(x1 > 0, 1e-05, 1e+300)"),
     ],
 )
 def test_text_is_canonical(text):
-    canonical = "--2" if text == "-(-2)" else text
-    assert to_text(parse(text)) == canonical
-
-
-@pytest.mark.parametrize("number", [2.0, -2.0, np.inf])
-def test_a_minus_before_an_operator_of_numbers(number):
-    for row, outer in product(OPERATORS.values(), ("add", "sub")):
-        term = Program.apply("neg", Program.apply(row, *[Program.constant(number)] * row.arity))
-        program = Program.apply(outer, Program.variable(0), term)
-        values = [evaluate_program(each, COLUMNS) for each in (parse(to_text(program)), program)]
-        np.testing.assert_array_equal(*values)
-        text, index = locate(program, len(term) - 1)
-        assert text == to_text(program)
-        assert 0 <= index < len(text)
+    assert to_text(parse(text)) == text
 
 
 def test_names_are_quoted_where_needed():
@@ -147,7 +123,6 @@ def test_names_are_quoted_where_needed():
 @pytest.mark.parametrize(
     ("text", "latex"),
     [
-        ("(x1 + x2) * x3", r"\left(x_{1} + x_{2}\right) \cdot x_{3}"),
         ("x1 - (x2 - x3)", r"x_{1} - \left(x_{2} - x_{3}\right)"),
         ("(x1 + p1) / (x2 - 1)", r"\frac{x_{1} + p_{1}}{x_{2} - 1}"),
         ("(x1 / x2) ^ 2.0", r"{\left(\frac{x_{1}}{x_{2}}\right)}^{2}"),
@@ -155,15 +130,11 @@ def test_names_are_quoted_where_needed():
         ("(x1 ^ x2) ^ x3", r"{\left({x_{1}}^{x_{2}}\right)}^{x_{3}}"),
         ("exp(x1) ^ 2", r"{\left(e^{x_{1}}\right)}^2"),
         ("x1 * -x2", r"x_{1} \cdot \left(-x_{2}\right)"),
-        ("x1 + -2", r"x_{1} - 2"),
         ("x1 - -2 * x2 + -(3)", r"x_{1} + 2 \cdot x_{2} - 3"),
         ("x1 + -2 / x2 - -(x1 + x2)", r"x_{1} - \frac{2}{x_{2}} + \left(x_{1} + x_{2}\right)"),
-        ("x1 + -(x1 + x2)", r"x_{1} - \left(x_{1} + x_{2}\right)"),
         ("fma(x1, x2, -3) + log1p(-x1)", r"x_{1} \cdot x_{2} - 3 + \ln\left(1 - x_{1}\right)"),
         ("square(-x1) + cube(-2)", r"{\left(-x_{1}\right)}^2 + {\left(-2\right)}^3"),
-        ("-(x1 + 1)", r"-\left(x_{1} + 1\right)"),
         ("-(x1 * x2)", r"-x_{1} \cdot x_{2}"),
-        ("square(x1 + 1)", r"{\left(x_{1} + 1\right)}^2"),
         ("x1 * expm1(x2)", r"x_{1} \cdot \left(e^{x_{2}} - 1\right)"),
         ("aq(x1, x2 + 1)", r"\frac{x_{1}}{\sqrt{1 + {\left(x_{2} + 1\right)}^2}}"),
         ("log1p(x1 - x2)", r"\ln\left(1 + \left(x_{1} - x_{2}\right)\right)"),
@@ -173,18 +144,10 @@ def test_names_are_quoted_where_needed():
         ("2 * fma(x1, x2, x3)", r"2 \cdot \left(x_{1} \cdot x_{2} + x_{3}\right)"),
         ("-inf + nan", r"-\infty + \mathrm{NaN}"),
         ("x1 - mod(2*x1, x2)", r"x_{1} - \left(\left(2 \cdot x_{1}\right) \bmod x_{2}\right)"),
-        ("2 * mod(x1, x2)", r"2 \cdot \left(x_{1} \bmod x_{2}\right)"),
     ],
 )
 def test_latex(text, latex):
     assert to_latex(parse(text)) == latex
-
-
-def test_latex_names():
-    names = ("a", "b3", "body_mass", "50%", "a^b\\c")
-    text = to_latex(parse("x1 + x2 + x3 + x4 + x5 + x6"), names)
-    power = r"\text{a\textasciicircum{}b\textbackslash{}c}"
-    assert text == rf"a + b_{{3}} + \text{{body\_mass}} + \text{{50\%}} + {power} + x_{{6}}"
 
 
 @pytest.mark.parametrize(
@@ -194,6 +157,14 @@ def test_latex_names():
         (["x2", "b"], "x2 - b", "x_{2} - b"),
         (["x2"], "x2 - x02", "x_{2} - x_{02}"),
         (["a_1", "a1", "e"], "a_1 + a1 + exp(e)", r"a_{1} + \text{a1} + e^{\text{e}}"),
+        (["b3", "body_mass"], "x1 + x2 + x6", r"b_{3} + \text{body\_mass} + x_{6}"),
+        (
+            ["50%", "a^b\\c"],
+            "x1 + x2",
+            r"\text{50\%} + \text{a\textasciicircum{}b\textbackslash{}c}",
+        ),
+        (["alpha", "v_max", "Omega2"], "x1 + x2 + x3", r"\alpha + v_{\text{max}} + \Omega_{2}"),
+        (["pi", "omega_0", "mass"], "x1 + x2 + x3", r"\text{pi} + \omega_{0} + \text{mass}"),
     ],
 )
 def test_latex_tells_all_columns_and_parameters_apart(names, text, latex):
@@ -240,18 +211,6 @@ def test_every_token_is_found_in_the_text(program, pick, named):
     else:
         symbol = "^" if row.name in WHOLE_POWERS else row.symbol
         assert rest.startswith(symbol or f"{row.name}(")
-
-
-def test_tokens_that_occur_twice_are_told_apart():
-    program = parse("x1 + x1*x1")
-    assert [locate(program, token)[1] for token in range(5)] == [0, 5, 10, 8, 3]
-
-
-def test_names_of_letters_and_subscripts_are_latex():
-    names = ("alpha", "v_max", "Omega2", "pi", "omega_0", "mass")
-    shown = to_latex(parse("x1*x2*x3 + x4*x5*x6"), names).split(r" \cdot ")
-    assert shown[:2] == [r"\alpha", r"v_{\text{max}}"]
-    assert shown[2:] == [r"\Omega_{2} + \text{pi}", r"\omega_{0}", r"\text{mass}"]
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,11 @@ import mpmath
 import numpy as np
 import pytest
 from hypothesis import given
-from sklearn import metrics
 
 from support.engines.operators import edge_values, matrices, programs, vectors
-from support.engines.references import reference_loss
 from warpfit.expressions import reference, special
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
-from warpfit.request import Loss
 
 INF, NAN = math.inf, math.nan
 
@@ -168,39 +165,6 @@ def test_numbers_count_as_columns(name):
             assert_same(np.array(rows), expected[:2])
             with np.errstate(all="ignore"):
                 assert_same(one.to_numpy()(edges[:, None]), expected)
-
-
-def test_several_programs():
-    x1, p1 = Program.variable(0), Program.parameter(0)
-    got = reference.evaluate_programs(
-        [Program.apply("mul", x1, p1), p1], [[1, 2, 3]], [[2.0], [5.0]]
-    )
-    np.testing.assert_array_equal(got, [[2, 4, 6], [5, 5, 5]])
-    with pytest.raises(ValueError, match="zip"):
-        reference.evaluate_programs([x1], [[1, 2]], [[], []])
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "metric"),
-    [
-        (Loss.MSE, metrics.mean_squared_error),
-        (Loss.RMSE, metrics.root_mean_squared_error),
-        (Loss.MAE, metrics.mean_absolute_error),
-        (Loss.R2, metrics.r2_score),
-        (Loss.NMSE, lambda *args, **kw: 1 - metrics.r2_score(*args, **kw)),
-        (Loss.SSE, lambda y, f, sample_weight: np.sum(sample_weight * (y - f) ** 2)),
-    ],
-)
-def test_losses_agree_with_scikit_learn(kind, metric, weighted):
-    rng = np.random.default_rng(5)
-    target = rng.normal(3, 2, size=200)
-    values = target + rng.normal(size=(4, 200))
-    weights = rng.uniform(0, 2, size=200) if weighted else None
-    sample_weight = np.ones(200) if weights is None else weights
-    got = reference_loss(kind, values, target, weights)
-    wanted = [metric(target, row, sample_weight=sample_weight) for row in values]
-    np.testing.assert_allclose(got, wanted, rtol=1e-12)
 
 
 # -------------------------------------------------------------------------------- special functions

@@ -55,33 +55,35 @@ def test_random_programs_agree_with_gplearn(seed):
     assert len(converted) == len(original.program)
 
 
-def test_a_function_of_the_user():
-    def damped(a):
-        return a / (1 + np.abs(a))
+def damped(a):
+    return a / (1 + np.abs(a))
 
-    custom = functions.make_function(function=damped, name="damped", arity=1, wrap=False)
+
+def protected(a):
+    return np.where(np.abs(a) < 100, np.exp(a), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "reason", "meaning", "text"),
+    [
+        (damped, "damped", "UNKNOWN_FUNCTION", "tanh", "tanh(x1)"),
+        (protected, "exp", "OTHER_FUNCTION", "exp", "exp(x1)"),
+        (np.square, "square", None, "square", "x1 ^ 2"),
+    ],
+)
+def test_a_function_of_the_user(function, name, reason, meaning, text):
+    custom = functions.make_function(function=function, name=name, arity=1, wrap=False)
     original = program([custom, 0], function_set=[*ALL, custom])
-    with pytest.raises(InvalidArgumentError, match="damped") as caught:
+    if reason is None:
+        assert str(as_program(original)) == text
+        return
+    with pytest.raises(InvalidArgumentError, match=name) as caught:
         as_program(original)
-    assert caught.value.reason == "UNKNOWN_FUNCTION"
-    assert str(from_gplearn(original, {"damped": "tanh"})) == "tanh(x1)"
+    assert caught.value.reason == reason
+    assert str(from_gplearn(original, {name: meaning})) == text
     with pytest.raises(InvalidArgumentError, match="takes 2") as caught:
-        from_gplearn(original, {"damped": "aq"})
+        from_gplearn(original, {name: "aq"})
     assert caught.value.reason == "WRONG_ARITY"
-
-
-def test_a_function_that_is_not_the_operator_of_its_name():
-    def protected(a):
-        return np.where(np.abs(a) < 100, np.exp(a), 0.0)
-
-    custom = functions.make_function(function=protected, name="exp", arity=1)
-    original = program([custom, 0], function_set=[*ALL, custom])
-    with pytest.raises(InvalidArgumentError, match="exp") as caught:
-        as_program(original)
-    assert caught.value.reason == "OTHER_FUNCTION"
-    assert str(from_gplearn(original, {"exp": "exp"})) == "exp(x1)"
-    plain = functions.make_function(function=np.square, name="square", arity=1)
-    assert str(as_program(program([plain, 0], function_set=[plain]))) == "x1 ^ 2"
 
 
 def test_a_fitted_estimator():
