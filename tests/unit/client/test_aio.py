@@ -64,17 +64,6 @@ def test_calls_are_retried_and_lost_data_uploaded_again(run, server):
     assert server.calls.count("UploadVariables") == 2
 
 
-def test_a_failing_progress_callback_reaches_the_caller(run):
-    def fail(done, total):
-        raise LookupError("no bar")
-
-    async def body(client):
-        await client.upload(X, progress=fail)
-
-    with pytest.raises(LookupError, match="no bar"):
-        run(body)
-
-
 def test_preparing_an_upload_leaves_the_event_loop_free(server, monkeypatch):
     threads = []
     build = warpfit.calls.arguments.build_dataset

@@ -203,18 +203,6 @@ def test_further_fits_end_with_the_time_of_the_call(client, monkeypatch, further
         optimize(data, TEXTS[:1], evidence=True, timeout=0.4, **further)
 
 
-def test_intervals_of_a_line_are_those_of_student(client):
-    data = client.upload(x[:, None], LINE, W, dtype="float64")
-    fit = client.optimize(data, TEXTS[:1], intervals=0.9)
-    errors = fit.evidence.standard_errors[0]
-    half = stats.t.ppf(0.95, 38) * errors
-    np.testing.assert_allclose(
-        fit.evidence.intervals[0],
-        np.stack([fit.parameters[0] - half, fit.parameters[0] + half], axis=1),
-        atol=2e-4 * half.max(),
-    )
-
-
 def test_intervals_of_a_decay_are_roots_of_its_profile(client):
     data = client.upload(x[:, None], DECAY, dtype="float64")
     fit = client.optimize(data, TEXTS[1], [2.0, 0.5], intervals=0.95, accuracy="final")

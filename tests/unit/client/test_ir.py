@@ -41,11 +41,9 @@ def stack_heights(codes):
         ([], [], "EMPTY_PROGRAM", None),
         ([0], [0], "UNKNOWN_OPERATOR", 0),
         ([VARIABLE, 15], [0, 0], "UNKNOWN_OPERATOR", 1),
-        ([VARIABLE, 255], [0, 0], "UNKNOWN_OPERATOR", 1),
         ([VARIABLE], [-1], "BAD_INDEX", 0),
         ([VARIABLE], [0.5], "BAD_INDEX", 0),
         ([PARAMETER], [np.nan], "BAD_INDEX", 0),
-        ([PARAMETER], [np.inf], "BAD_INDEX", 0),
         ([VARIABLE], [2.0**31], "BAD_INDEX", 0),
         ([ADD], [0], "STACK_UNDERFLOW", 0),
         ([VARIABLE, VARIABLE, ADD, ADD], [0] * 4, "STACK_UNDERFLOW", 3),
@@ -95,12 +93,6 @@ def test_programs_differ_from_other_objects_and_in_bits():
     assert X1 != "x1"
     assert Program.constant(0.0) != Program.constant(-0.0)
     assert Program.constant(np.nan) == Program.constant(np.nan)
-
-
-@pytest.mark.parametrize("name", ["add", "mul"])
-def test_apply_chains_from_the_left(name):
-    pairs = Program.apply(name, Program.apply(name, X1, P1), TWO)
-    assert Program.apply(name, X1, P1, TWO) == pairs
 
 
 @pytest.mark.parametrize(("name", "operands"), [("sin", 2), ("sub", 3), ("add", 1), ("where", 2)])
@@ -156,11 +148,6 @@ def test_a_population_of_something_else_is_refused(kind, odd):
         kind.of(odd)
 
 
-def test_programs_may_come_one_after_the_other():
-    assert list(Population.of(program for program in (X1, TWO))) == [X1, TWO]
-    assert list(Batch.of(iter([P1]), [[2.0]])) == [P1]
-
-
 def test_chosen_programs_of_a_batch_keep_their_parameters():
     batch = Batch.of([P1, X1, Program.parameter(1)], [[1.0], [], [2.0, 3.0]])
     for part in (batch[1:], batch[[1, 2]], batch[[False, True, True]]):
@@ -172,18 +159,15 @@ def test_chosen_programs_of_a_batch_keep_their_parameters():
 def test_batch_holds_programs_and_parameters(drawn, vectors):
     rng = np.random.default_rng(len(drawn))
     parameters = [rng.normal(size=(vectors, program.parameters)) for program in drawn]
-    batch = Batch.of(drawn, parameters)
+    parameters[0][:] = parameters[0][0]
+    # A single vector is repeated, and programs may come one after the other.
+    first = parameters[0][0] if len(drawn) > 1 else parameters[0]
+    batch = Batch.of(iter(drawn), [first, *parameters[1:]])
     batch.check(variables=3)
     assert len(batch) == len(drawn)
     for index, program in enumerate(drawn):
         assert batch.program(index) == program
         np.testing.assert_array_equal(batch.program_parameters(index), parameters[index])
-
-
-def test_a_single_vector_is_repeated_k_times():
-    batch = Batch.of([P1, P1], [[3.0], [[4.0], [5.0]]])
-    assert batch.vectors == 2
-    np.testing.assert_array_equal(batch.program_parameters(0), [[3.0], [3.0]])
 
 
 @pytest.mark.parametrize(
@@ -219,13 +203,8 @@ def test_parameters_that_a_program_does_not_have_are_an_error(parameters, messag
 def test_operands_do_not_come_from_the_program_before():
     """Two malformed programs whose tokens would be well-formed together."""
     codes = np.array([VARIABLE, VARIABLE, SIN, ADD], dtype=np.uint8)
-    batch = Batch(
-        codes, np.zeros(4), np.array([2, 2], np.uint32), np.zeros(2, np.uint32), np.empty(0)
-    )
+    two = np.full(2, 2, np.uint32)
     with pytest.raises(ProgramError) as caught:
-        batch.check(variables=1)
-    assert (caught.value.reason, caught.value.expression, caught.value.token) == (
-        "STACK_UNDERFLOW",
-        1,
-        0,
-    )
+        Batch(codes, np.zeros(4), two, 0 * two, np.empty(0)).check(variables=1)
+    error = caught.value
+    assert (error.reason, error.expression, error.token) == ("STACK_UNDERFLOW", 1, 0)

@@ -6,7 +6,6 @@ import multiprocessing
 import pickle
 import subprocess
 import sys
-import typing
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
@@ -75,18 +74,6 @@ def test_a_client_without_a_server_says_that_it_cannot_be_pickled():
         assert copy.deepcopy(data) is data
 
 
-def test_type_checkers_know_what_both_clients_return():
-    def told(cls):
-        overloads = typing.get_overloads(cls.evaluate)
-        return [f.__annotations__ for f in overloads]
-
-    assert told(warpfit.Client) == told(warpfit.AsyncClient)
-    returns = [each["return"] for each in told(warpfit.Client)]
-    assert returns[:2] == ["Values", "NDArray[np.float64]"]
-    assert returns[-1] == "Output | tuple[Output, ...]"
-    assert not any("Any" in each for each in returns)
-
-
 # ------------------------------------------------------------------------------------ other systems
 
 
@@ -124,6 +111,7 @@ with warpfit.connect("127.0.0.1:1", wait=0) as client:
 """
 
 
+@pytest.mark.thorough
 def test_the_client_runs_without_what_only_linux_has():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.stdout == "CONNECTION_REFUSED\n", done.stderr

@@ -48,27 +48,20 @@ def test_faults_are_used_up_in_order():
     assert server.calls == ["GetServerInfo"] * 3
 
 
-def upload(messages):
-    testing.InProcessServer().answer(Request("UploadVariables", iter(messages)))
-
-
-def messages_of(X):
-    return list(codec.upload_messages(Dataset.of(X), 100))
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda messages: messages[1:], "BAD_HEADER"),
-        (lambda messages: messages[:-1], "BAD_DIGEST"),
-        (lambda messages: [*messages, messages[-1]], "BAD_DIGEST"),
-        (lambda messages: [messages[0], *messages_of(X + 1)[1:]], "BAD_DIGEST"),
-        (lambda messages: [*messages[:2], messages[0], *messages[2:]], "BAD_HEADER"),
+        (lambda sent, _: sent[1:], "BAD_HEADER"),
+        (lambda sent, _: sent[:-1], "BAD_DIGEST"),
+        (lambda sent, _: [*sent, sent[-1]], "BAD_DIGEST"),
+        (lambda sent, other: [sent[0], *other[1:]], "BAD_DIGEST"),
+        (lambda sent, _: [*sent[:2], sent[0], *sent[2:]], "BAD_HEADER"),
     ],
 )
 def test_the_upload_is_checked(change, reason):
+    sent, other = (list(codec.upload_messages(Dataset.of(x), 100)) for x in (X, X + 1))
     with pytest.raises(warpfit.InvalidArgumentError) as caught:
-        upload(change(messages_of(X)))
+        testing.InProcessServer().answer(Request("UploadVariables", iter(change(sent, other))))
     assert caught.value.reason == reason
 
 

