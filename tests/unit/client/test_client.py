@@ -86,7 +86,7 @@ def test_progress_reports_every_chunk_and_resident_content_is_not_sent_again(ser
     assert again == [(720, 720)]
 
 
-@pytest.mark.parametrize("call", ["upload", "optimize", "propose"])
+@pytest.mark.parametrize("call", ["upload", "optimize", "propose", "search"])
 @pytest.mark.parametrize(
     "error",
     [
@@ -113,6 +113,7 @@ def test_what_a_progress_callback_raises_reaches_the_caller_at_once(client, serv
         "upload": lambda: client.upload(X + 1.0, progress=fail),
         "optimize": lambda: client.optimize(data, "p1 * x1", [1.0], progress=fail),
         "propose": lambda: client.propose(data, ["p1 * x1", "p1 + x1"], progress=fail),
+        "search": lambda: client.search(data, generations=1, progress=fail),
     }
     sent = len(server.calls)
     with pytest.raises(type(error)) as caught:

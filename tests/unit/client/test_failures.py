@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import warpfit
-from support.servers.examples import EXPRESSIONS, PARAMETERS, QUICK, X, Y, expected_values
+from support.servers.examples import EXPRESSIONS, PARAMETERS, QUICK, X, expected_values
 from support.servers.loopback import fail_calls, serve
 from warpfit import Batch, LossFunction, Population, Program, WarpfitError, testing
 from warpfit.transport.call import Deadline
@@ -49,14 +49,6 @@ def test_bad_options_are_refused_before_anything_is_sent(client, server, options
 
 
 # --------------------------------------------------------------------------------------- over gRPC
-
-
-def test_a_port_without_a_server_is_unavailable():
-    with (
-        warpfit.connect("127.0.0.1:1", retry=RetryPolicy(total_seconds=0)) as client,
-        pytest.raises(warpfit.UnavailableError, match="nothing listens at"),
-    ):
-        client.info()
 
 
 def test_a_closed_client_says_so(server):
@@ -148,15 +140,6 @@ def test_interrupts_at_any_moment_leave_a_client_that_works(server, timeout):
 # ------------------------------------------------------------------------------ what is tried again
 
 
-def test_unavailable_is_retried(client, server):
-    data = client.upload(X)
-    fail_calls(server, "Evaluate", None, None, None)
-    np.testing.assert_array_equal(client.evaluate(data, EXPRESSIONS, PARAMETERS), expected_values())
-    assert server.calls.count("Evaluate") == 4
-    server.fail(calls=3)  # also when what fails is the question whether the server is back
-    np.testing.assert_array_equal(client.evaluate(data, EXPRESSIONS, PARAMETERS), expected_values())
-
-
 @pytest.mark.parametrize(
     ("method", "call"),
     [("upload", "GetVariables"), ("info", "GetServerInfo"), ("release", "ReleaseVariables")],
@@ -168,6 +151,8 @@ def test_every_method_is_retried(client, server, method, call):
     arguments = {"upload": [X], "info": [], "release": [data]}[method]
     getattr(client, method)(*arguments, **({"everywhere": True} if method == "release" else {}))
     assert server.calls.count(call) == before + 3
+    server.fail(calls=3)  # also when what fails is the question whether the server is back
+    np.testing.assert_array_equal(client.evaluate(data, EXPRESSIONS, PARAMETERS), expected_values())
 
 
 def test_a_server_that_is_gone_is_waited_for_with_a_word(server, caplog):
@@ -261,13 +246,6 @@ def test_a_late_attempt_says_why_the_ones_before_failed(client, server):
     server.answer = hang_after_upload
     with pytest.raises(warpfit.DeadlineExceededError, match="had to be uploaded 1 time"):
         client.evaluate(data, "x1")
-
-
-def test_lost_data_are_uploaded_again(client, server):
-    data = client.upload(X, Y)
-    server.forget()
-    np.testing.assert_array_equal(client.evaluate(data, EXPRESSIONS, PARAMETERS), expected_values())
-    assert server.calls[-3:] == ["Evaluate", "UploadVariables", "Evaluate"]
 
 
 BUSY = warpfit.ResourceExhaustedError("busy", "QUEUE_FULL", retry_after=0.15)

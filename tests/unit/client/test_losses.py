@@ -173,12 +173,11 @@ def test_closed_gradients_are_central_differences(loss):
     )
     expected = (closed(1e-6) - closed(-1e-6)) / 2e-6
     np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-9)
-
-
-def test_the_gradient_of_rmse_is_zero_at_a_perfect_fit():
-    statistics = losses.TargetStatistics(Y, None)
-    gradient = losses.close_gradients(losses.Closing.ROOT, np.zeros(2), np.zeros(2), statistics)
-    assert gradient.tolist() == [0.0, 0.0]
+    if function.closing is losses.Closing.ROOT:  # also at a perfect fit
+        assert (
+            losses.close_gradients(function.closing, np.zeros(2), np.zeros(2), statistics).any()
+            == 0
+        )
 
 
 def test_squares_are_recognised():

@@ -40,32 +40,24 @@ def failure(text, names=()):
         ("2 ^ -x1 ^ x2", "2 ^ (-(x1 ^ x2))"),
         ("2 ^ -x1 * x2", "(2 ^ (-x1)) * x2"),
         ("+x1 - +x2", "x1 - x2"),
-        ("x1 + x2 < x3 * 2", "(x1 + x2) < (x3 * 2)"),
         ("not x1 < x2", "not (x1 < x2)"),
         ("not x1 and x2", "(not x1) and x2"),
         ("not not x1", "not (not x1)"),
         ("x1 or x2 and x3", "x1 or (x2 and x3)"),
         ("x1 and x2 and x3", "(x1 and x2) and x3"),
-        ("x1 == x2 or x1 != x3", "(x1 == x2) or (x1 != x3)"),
         ("1 + not x1 < x2", "1 + (not (x1 < x2))"),
         ("not(x1) + 1", "not (x1 + 1)"),
         ("not(x1 >= 2) and(x2 <= 1)", "(not (x1 >= 2)) and (x2 <= 1)"),
         ("add(x1, x2, x3, p1)", "((x1 + x2) + x3) + p1"),
         ("mul(x1 + 1, x2 - 1, -x3)", "((x1 + 1) * (x2 - 1)) * (-x3)"),
         ("min(x1, x2, x3)", "min(min(x1, x2), x3)"),
-        ("max(x1, x2, x3)", "max(max(x1, x2), x3)"),
-        ("or(x1, x2, x3)", "(x1 or x2) or x3"),
         ("and(x1, x2, x3)", "x1 and x2 and x3"),
-        ("sub(x1, x2)", "x1 - x2"),
         ("-(2)", "neg(2)"),
         ("--2", "neg(-2)"),
         ("-(2)^x1", "-(2^x1)"),
         ("x1 -2", "sub(x1, 2)"),
-        ("neg(x1)", "-x1"),
         ("  x1\n +\tx2 ", "x1+x2"),
         ("sin (x1)", "sin(x1)"),
-        ("((x1))", "x1"),
-        ("where(x1 > 0, x1, -x1)", "where((x1 > 0), (x1), (-x1))"),
     ],
 )
 def test_precedence(text, explicit):
@@ -93,15 +85,11 @@ def test_precedence_against_python():
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("12", 12.0),
         (".5", 0.5),
-        ("2.", 2.0),
         ("1e-3", 0.001),
         ("1.5E+10", 1.5e10),
         ("-3", -3.0),
         ("-0", -0.0),
-        ("(-3)", -3.0),
-        ("0.1", 0.1),
         ("123456789012345678901234567890", 123456789012345678901234567890.0),
         *(("0e-999", 0.0), ("1.7976931348623157e308", 1.7976931348623157e308), ("3e-324", 5e-324)),
         ("-inf", -math.inf),
@@ -159,21 +147,16 @@ def test_names_of_the_data_set_win():
     [
         ("", "EXPECTED_OPERAND", 0),
         ("x1 +", "EXPECTED_OPERAND", 4),
-        ("x1 + * x2", "EXPECTED_OPERAND", 5),
         ("sin()", "EXPECTED_OPERAND", 4),
         ("add(x1,)", "EXPECTED_OPERAND", 7),
         ("x1 and and x2", "EXPECTED_OPERAND", 7),
         ("2 x1", "EXPECTED_OPERATOR", 2),
-        ("2x1", "EXPECTED_OPERATOR", 1),
         ("(x1)(x2)", "EXPECTED_OPERATOR", 4),
         ("x1 not x2", "EXPECTED_OPERATOR", 3),
-        ("(x1 + 2", "UNBALANCED", 0),
         ("1 + sin(x1", "UNBALANCED", 4),
         ("x1 + 2)", "UNBALANCED", 6),
-        ("1,5", "UNEXPECTED_COMMA", 1),
         ("sin((1,5))", "UNEXPECTED_COMMA", 6),
         ("1 + sin(x1, x2)", "WRONG_ARITY", 4),
-        ("where(x1, x2)", "WRONG_ARITY", 0),
         ("max(x1)", "WRONG_ARITY", 0),
         ("x1 < x2 < x3", "CHAINED_COMPARISON", 8),
         ("x1 < x2 + 1 == x3", "CHAINED_COMPARISON", 12),
@@ -181,10 +164,8 @@ def test_names_of_the_data_set_win():
         ("x[1]", "UNKNOWN_NAME", 0),
         ("x1 + [1]", "UNEXPECTED_CHARACTER", 5),
         ("x1 + `age", "UNEXPECTED_CHARACTER", 5),
-        ("x0", "UNKNOWN_NAME", 0),
         ("x1 + p0", "UNKNOWN_NAME", 5),
         ("x9999999999", "UNKNOWN_NAME", 0),
-        ("1 + foo", "UNKNOWN_NAME", 4),
         ("1 + foo(x1)", "UNKNOWN_FUNCTION", 4),
         ("`age`", "UNKNOWN_VARIABLE", 0),
     ],
@@ -200,21 +181,12 @@ def test_errors_name_place_and_remedy(text, reason, position):
     assert caret == " " * (4 + position) + "^"
 
 
-def test_a_long_text_is_shown_around_the_place():
-    error = failure("x1 + " * 1000 + "?" + " + x1" * 1000)
-    *_, line, caret = str(error).split("\n")
-    assert len(line) < 100
-    assert line[caret.index("^")] == "?"
-
-
 @pytest.mark.parametrize(
     ("text", "names", "suggestion"),
     [
         ("sqr1(x1)", (), "sqrt"),
-        ("logistc(x1)", (), "logistic"),
         ("weigth + 1", ("height", "weight"), "weight"),
         ("`weigth` + 1", ("height", "weight"), "weight"),
-        ("zzz", ("height", "weight"), "height, weight"),
         ("sin weight", ("height", "weight"), "in parentheses: sin(...)"),
         ("nosuch", ("height", "weight"), "height, weight"),  # not cosh or csch
         # What people and models write.
@@ -226,10 +198,8 @@ def test_a_long_text_is_shown_around_the_place():
         ("x1!", (), "gamma"),
         ("x1\u00b2", (), "x1^2"),
         ("height\u00b9\u2070", ("height",), "height^10"),
-        ("safeDiv(x1, x2)", (), "zdiv"),
         ("protected_division(x1, x2)", (), "zdiv"),
         ("y = p1*t", ["t"], "p1*t"),
-        ("f(t) = p1*t", ["t"], "p1*t"),
         (r"p1*\cos(t)", ["t"], "without a backslash"),
         ("p1*|t|", ["t"], "abs(x)"),
         ("p0*t", ["t"], "p1, p2"),
@@ -273,10 +243,12 @@ def test_long_and_deep_texts(text, tokens):
     assert len(Program(program.codes, program.values)) == tokens
 
 
-def test_deep_nonsense_is_refused():
+def test_long_and_deep_nonsense_is_refused_and_shown_around_the_place():
     assert failure("(" * 50_000).reason == "EXPECTED_OPERAND"
     assert failure("(" * 50_000 + "x1").reason == "UNBALANCED"
-    assert failure(")" * 50_000).reason == "EXPECTED_OPERAND"
+    *_, line, caret = str(failure("x1 + " * 1000 + "?" + " + x1" * 1000)).split("\n")
+    assert len(line) < 100
+    assert line[caret.index("^")] == "?"
 
 
 #: Runs of every kind of character, and what nests or chains.
@@ -299,17 +271,13 @@ RUNS = {
 def test_time_grows_as_the_text_does(run):
     def seconds(count):
         text = RUNS[run](count) if callable(RUNS[run]) else RUNS[run] * count
-        times = []
-        for _ in range(3):
-            began = time.thread_time()  # other work on the machine does not count
-            with suppress(ParseError):
-                Parser().parse(text)
-            times.append(time.thread_time() - began)
-        return min(times)
+        began = time.thread_time()  # other work on the machine does not count
+        with suppress(ParseError):
+            Parser().parse(text)
+        return time.thread_time() - began
 
-    short, long = seconds(2000), seconds(16_000)
     # It is 8 times as long; 64 if it were quadratic.
-    assert long < 24 * short + 0.01
+    assert any(seconds(16_000) < 24 * seconds(2000) + 0.01 for _ in range(3))
 
 
 @pytest.mark.parametrize(

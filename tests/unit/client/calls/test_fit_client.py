@@ -128,18 +128,6 @@ def test_quantiles_of_students_distribution():
     assert np.isnan(student_t(0.9, 0))
 
 
-def test_gradients_come_beside_losses(client, data):
-    losses, gradients = client.evaluate(data, TEXTS, STARTS, loss="mse", gradient=True)
-    np.testing.assert_allclose(losses[0], np.mean(Y**2))
-    np.testing.assert_allclose(gradients[0], [np.mean(-2 * Y * x) for x in X.T], rtol=1e-12)
-    assert gradients[1].shape == (0,)
-    k_losses, k_gradients = client.evaluate(
-        data, TEXTS, [np.zeros((3, 2)), np.empty((3, 0))], loss="mse", gradient=True
-    )
-    assert k_losses.shape == (3, 2)
-    np.testing.assert_allclose(k_gradients[0], np.tile(gradients[0], (3, 1)))
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

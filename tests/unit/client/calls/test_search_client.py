@@ -47,15 +47,6 @@ def test_a_callback_that_returns_true_ends_the_search(client, data):
     assert client.search(data, formulas=5).reason == SearchReason.FORMULAS
 
 
-def test_what_a_callback_raises_leaves_the_search_as_it_is(client, data):
-    def fail(found):
-        raise UnavailableError("of the caller")
-
-    with pytest.raises(UnavailableError, match="of the caller"):
-        client.search(data, generations=1, progress=fail)
-    assert client.search(data, generations=1).reason == SearchReason.GENERATIONS
-
-
 @pytest.mark.parametrize(
     ("reason", "field", "options"),
     [

@@ -15,13 +15,6 @@ from warpfit.losses import as_loss
 from warpfit.parse import define, parse
 
 
-def test_programs_and_texts():
-    program = Program.variable(1)
-    assert as_program(program) is program
-    assert as_program("x2") == program
-    assert as_program("bmi", ["age", "bmi"]) == program
-
-
 @pytest.mark.parametrize("thing", [None, 3j, b"x1", ["x1"], {"x1"}, object()])
 def test_other_things_are_refused(thing):
     with pytest.raises(InvalidArgumentError, match=type(thing).__name__) as caught:
