@@ -1,6 +1,5 @@
 """The one door for numbers of callers, at every place that has one."""
 
-import datetime
 import math
 from decimal import Decimal
 from fractions import Fraction
@@ -98,24 +97,20 @@ TAKEN = {
     "PyTorch": (Tensor(), [1, 2]),
     "integers": ([1, 2], [1, 2]),
     "booleans": ([True, False], [1, 0]),
-    "half": (np.array([1.5, 2.0], np.float16), [1.5, 2]),
     "wide": (np.array([1.5, np.inf], np.longdouble), [1.5, math.inf]),
     "NaN and infinity": ([math.nan, -math.inf], [math.nan, -math.inf]),
     "decimals and fractions": ([Decimal("1.5"), Fraction(1, 4)], [1.5, 0.25]),
     "infinite decimal": ([Decimal("-Infinity"), Decimal("NaN")], [-math.inf, math.nan]),
     "objects": (np.array([1, 2.5], object), [1, 2.5]),
     "large integers": ([2**70, 1], [2.0**70, 1]),
-    "arrays of one": ([np.array(1.0), np.float32(2)], [1, 2]),
     "nothing masked": (np.ma.array([1.0, 2.0]), [1, 2]),
     "nullable": (pd.Series([1, 2], dtype="Int64"), [1, 2]),
     "decimals of Arrow in pandas": (pd.Series([1, 2], dtype=DECIMALS), [1, 2]),
-    "index": (pd.Index([1, 2]), [1, 2]),
     "subnormal": ([5e-324, 1e-310], [5e-324, 1e-310]),
 }
 MASK = np.ma.array([1.0, 2.0], mask=[False, True])
 MISSING = {
     "masked": MASK,
-    "masked objects": np.ma.array([1.0, 2.0], mask=[False, True], dtype=object),
     "masked constant": [1.0, np.ma.masked],
     "lazily masked": Lazy(),
     "mask beside": Annotated(),
@@ -123,19 +118,14 @@ MISSING = {
     "NA": [1.0, pd.NA],
     "NaT": [1.0, pd.NaT],
     "nullable": pd.Series([1, None], dtype="Int64"),
-    "nullable array": pd.array([1.0, None]),
     "decimals of Arrow in pandas": pd.Series([1, None], dtype=DECIMALS),
-    "object series": pd.Series([1.0, None], dtype=object),
 }
 NO_NUMBERS = {
     "text": ["1", "2"],
     "text among numbers": [1.0, "2"],
-    "text in objects": np.array([1.0, "1_000"], dtype=object),
     "bytes": np.array([1.0, b"2"], dtype=object),
     "complex": [1.0, 2j],
-    "complex objects": np.array([1.0, np.complex128(2)], dtype=object),
     "dates": np.array(["2020", "2021"], "datetime64[Y]"),
-    "date objects": [datetime.date(2020, 1, 1), datetime.date(2021, 1, 1)],
     "durations": np.array([np.timedelta64(1, "s"), 1.0], dtype=object),
     "categories": pd.Series([1, 2]).astype("category"),
     "ragged": [[1.0], [1.0, 2.0]],
@@ -145,7 +135,6 @@ NO_NUMBERS = {
 BEYOND = {
     "huge decimal": [Decimal("1e400"), 1],
     "huge integer": [1, 10**400],
-    "huge fraction": [Fraction(10**400)],
     "tiny decimal": [Decimal("1e-400")],
     "wide float": np.array([1, np.longdouble("1e400")]),
 }
@@ -201,13 +190,10 @@ def client():
 UNORDERED = {
     "generator": lambda: (value for value in (1.0, 2.0)),
     "map": lambda: map(float, (1, 2)),
-    "zip": lambda: zip((1.0, 2.0), (3.0, 4.0), strict=True),
     "list_iterator": lambda: iter([1.0, 2.0]),
     "set": lambda: {1.0, 2.0},
-    "frozenset": lambda: frozenset((1.0, 2.0)),
     "dict": lambda: {"p1": 1.0, "p2": 2.0},
     "dict_values": lambda: {"a": 1.0, "b": 2.0}.values(),
-    "dict_keys": lambda: {1.0: "a", 2.0: "b"}.keys(),
 }
 
 
@@ -263,12 +249,7 @@ def test_names_of_columns_are_taken_from_anything_that_lists_them(client):
 
 def test_estimators_say_it_too(client):
     sklearn = pytest.importorskip("warpfit.sklearn")
-    for estimator in (
-        sklearn.SymbolicRegressor(),
-        sklearn.ParameterOptimizer(),
-        sklearn.SymbolicClassifier(),
-        sklearn.SymbolicTransformer(),
-    ):
+    for estimator in (sklearn.SymbolicRegressor(), sklearn.ParameterOptimizer()):
         with pytest.raises(InvalidArgumentError, match="X is a generator"):
             estimator.fit(UNORDERED["generator"](), [1.0, 2.0])
         with pytest.raises(InvalidArgumentError, match=r"y is a map.*list\(y\)"):

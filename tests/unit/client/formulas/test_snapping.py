@@ -81,25 +81,6 @@ def test_a_law_that_appears_when_a_term_is_dropped_is_not_rounded_away(client, t
     assert found.loss[0] <= found.initial_loss[0]
 
 
-@pytest.mark.thorough
-def test_a_formula_stays_defined_between_the_rows(client):
-    """Constants that are fitted again go where the data allow it, which may be beside a pole."""
-    own = np.random.default_rng(101)
-    rows = own.uniform(0.2, 3.0, (300, 4))
-    law = 2.5 * rows[:, 0] + np.sin(3.1 * rows[:, 1]) + 0.5 * rows[:, 2] ** 2
-    text = (
-        "2.4987*x1 + sin(3.1032*x2) + 0.5003*x3^2 + 0.01*x1/(1.2345 + x2)"
-        " + 0.013*log(0.4567 + x3*x4) - 0.021*x4^2/(2.3456+x1)"
-    )
-    data = client.upload(rows, law + 0.1 * own.normal(size=300), dtype="float64")
-    (found,) = client.simplify(data, text).programs
-    assert len(found) < len(parse(text))
-    fresh = np.random.default_rng(7).uniform(rows.min(axis=0), rows.max(axis=0), (50_000, 4))
-    difference = evaluate_program(found, fresh.T) - evaluate_program(parse(text), fresh.T)
-    assert np.isfinite(difference).all()
-    assert np.abs(difference).max() < 0.5
-
-
 @given(programs(12), st.integers(0, 2**32))
 def test_no_rewriting_moves_an_infinity(program, seed):
     """Data of any size: the exact rules are taken where they leave infinities where they are."""

@@ -39,7 +39,7 @@ def judge_of(X, y, held_out=0, scale=1.0):
     return Selection(training, loss, Form(), len, 13, scale=scale, held_out=rows)
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (1, 0, 3, 2)])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
 def test_equations_without_a_loss_are_left_out(order):
     given = ["x1", "sqrt(x1)", "x1 + 1", "log(x1) + 1"]
     losses = [2.0, float("nan"), 1.0, float("inf")]
@@ -80,15 +80,11 @@ def test_what_predicts_best_stays_and_is_chosen_though_others_fit_better():
     assert all(equation.score >= 0.0 for equation in front)
     # One with a surprise is chosen only where it predicts better.
     for predicted, chosen in ((32.5, 2), (28.0, 3)):
+        own = lengths | {programs[3]: predicted}
         front = build_front(
-            found,
-            len,
-            texts,
-            length,
-            2.0,
-            predictive=lengths | {programs[3]: predicted},
+            *(found, len, texts, length, 2.0), predictive=own,
             surprise=lambda program, _: 15.0 * (program == programs[3]),
-        )
+        )  # fmt: skip
         assert front[selected(front, "prediction")].program == programs[chosen]
 
 
@@ -99,13 +95,10 @@ Y = np.array([0.0, 1.0, 3.0, 40.0])
     ("loss", "least"),
     [
         ("mse", 0 * Y),
-        ("mae", 0 * Y),
         ("huber", 0 * Y),
-        ("quantile", 0 * Y),
         ("poisson", Y - Y * np.log(np.maximum(Y, 1.0))),
         (poisson(log=True), Y - Y * np.log(np.maximum(Y, 1.0))),
         ("gaussian", 0 * Y + np.log(2 * np.pi) / 2),
-        ("-exp(-d^2)", 0 * Y - 1),
         ("(f - 3*y)^2 - 7", 0 * Y - 7),
     ],
 )
@@ -159,13 +152,10 @@ def test_the_least_losses_of_many_rows_are_looked_for_once_or_between(monkeypatc
 @pytest.mark.parametrize(
     ("text", "surprises"),
     [
-        ("0.9*x1 + 0.02/(x1 - 0.5)", True),  # a pole between the rows
         ("0.9*x1 + 1e-7/(x1 - 0.5012)", True),  # a narrow one, between those made up, too
-        ("0.9*x1 + 1e-7/sin(1/(x1 + 0.1))", True),
         ("0.9*x1 + 1e-7/(0.2 + sin(1/(x1 + 0.1))^2)", False),
         ("0.9*x1 + 1e-10*exp(20*x1)", True),  # explodes behind the last one
         ("0.9*x1 + 0.01*exp(20*(x1 - x2))", True),  # and where variables differ that never have
-        ("0.9*x1 + sqrt(0.9 - x1)/100", True),
         ("0.5*x1 + 0.4*x2", False),  # leaves the range of the target as a line does
         ("0.9*x1 + 0.01*log(x2)", False),  # lengths stay positive
     ],
@@ -187,12 +177,9 @@ def test_values_that_no_row_makes_expect_speak_against_a_formula(text, surprises
     ("text", "low", "high", "hangs"),
     [
         ("sin(1e50*exp(x1))", 0, 3, True),
-        ("2 + 0.5*cos(3e9*x1*x2)", 0, 3, True),
         ("tan(1e12*x1)", 0, 3, True),
         ("sin(1e4*x1)", 0, 1, False),
-        ("x1 + x2", 1e6, 1e6 + 1, False),
         ("(x1 - 1e6)^4", 1e6, 1e6 + 1, False),
-        ("1e-30*exp(60*x1)", 0, 3, False),
         ("cos(1e15*x1)", 0, 1e-14, False),
         *((text, 0, 1, False) for text in ("1/x1", "log(x1)")),
     ],
@@ -250,8 +237,7 @@ def test_a_warning_says_why_a_formula_is_not_chosen(held_out, is_few, word):
     assert word in reason_against(favourite, chosen, 10, is_few=is_few)
 
 
-@pytest.mark.parametrize("rows", [60, 1000])
-@pytest.mark.parametrize("tail", ["t", "lognormal"])
+@pytest.mark.parametrize(("rows", "tail"), [(60, "t"), (1000, "lognormal")])
 def test_a_pole_beside_a_row_far_out_explains_no_noise(rows, tail):
     rng = np.random.default_rng(rows)
     X = rng.normal(size=(rows, 2))
@@ -272,8 +258,6 @@ def test_a_pole_beside_a_row_far_out_explains_no_noise(rows, tail):
     [
         ("x1*x2 + x2", "t"),
         ("3/(x1^2 + 0.01)", "normal"),
-        ("exp(3*x1)", "lognormal"),
-        ("0.3*x1", "normal"),
         ("(x1 > 2)*50", "normal"),  # few rows make it, and those held out confirm it
     ],
 )
@@ -289,9 +273,8 @@ def test_a_law_is_no_matter_of_few_rows(law, noise):
 
 @pytest.mark.parametrize(
     ("rows", "columns", "most", "takes_part"),
-    [(80, 6, math.inf, True), (80, 6, 21, True), (80, 6, 20, False), (80, 6, 0, False),
-     (39, 6, math.inf, False), (80, 31, math.inf, False), (60, 30, math.inf, False)],
-)  # fmt: skip
+    [(80, 6, 21, True), (80, 6, 20, False), (39, 6, math.inf, False), (60, 30, math.inf, False)],
+)
 def test_linear_regression_is_the_null_model(rows, columns, most, takes_part):
     rng = np.random.default_rng(0)
     X = rng.normal(size=(rows, columns)) * 10.0 ** np.linspace(6, 0, columns) + 5.0
@@ -425,9 +408,7 @@ def test_formulas_are_shortened_that_may_be_among_the_equations(monkeypatch, los
     ("text", "sizes"),
     [
         ("3*x1 - x2/2 + 7", (1, 1)),
-        ("2*(x1*x2 + 1)", (3,)),
         ("exp(x1) + 4*sqrt(x2 + 1)", (2, 4)),
-        ("1/x1 - neg(x2)", (3, 1)),
         ("0.5*x1*square(x2) - x1*(3*x2)/4", (4, 3)),  # factors within a product are of the term
         ("sin(2*x1)*3 + 2/x1", (4, 3)),
         ("sqrt(2) + 1", ()),
