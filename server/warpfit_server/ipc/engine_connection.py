@@ -43,9 +43,7 @@ from warpfit_server.ipc.quarantine import (
     search_digest,
 )
 from warpfit_server.ipc.segments import (
-    ALONE,
     FIT_SETTING_ARRAYS,
-    PROVEN,
     QUEUED,
     Segment,
     SegmentLayout,
@@ -365,9 +363,7 @@ class InFlightRequest:
             if state != QUEUED and self.tenant != PROBE:  # the engine had begun it
                 _LOG.warning("a batch of tenant %s was in an engine that was lost", self.tenant)
                 own = self.process, self.evaluation.dataset_id, self.digest()
-                is_proven = state == PROVEN
-                report = InterruptedBatch(*own, alone=state == ALONE, is_proven=is_proven)
-                self.connection.report(report)
+                self.connection.report(InterruptedBatch(*own, state))
             raise unavailable()
         if isinstance(reply, messages.RequestFinished):
             self._finish(reply)

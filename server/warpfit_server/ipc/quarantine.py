@@ -1,10 +1,9 @@
 """The quarantine: batches and data sets that have crashed engines twice are refused for an hour.
 
-When an engine dies, what it had begun gets a strike. If a request was alone in the engine, the
-strike is its own; else each of them gets one and becomes a *suspect*. A suspect that is sent again
-runs alone for some seconds (`warpfit_server.engine.scheduler`), and is cleared if it ends. One that
-goes on beside others after these seconds, such as a search, is *proven*: it gets a strike only if
-nothing else may be to blame. What has two strikes is in *quarantine*.
+Each batch that an engine had begun when it died gets a strike and is a *suspect*: sent again, it
+runs alone for some seconds (`warpfit_server.engine.scheduler`), and is cleared if it ends. Of the
+batches of one death only the most suspect ones get a strike: one that was alone, else those that
+ran beside others, else those that have run alone for their seconds before, such as long searches.
 
 A data set gets a strike when an engine dies while it loads that, and for each batch on it that died
 alone. Batches on a suspect data set run alone, too.
@@ -13,9 +12,9 @@ alone. Batches on a suspect data set run alone, too.
 import hashlib
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -26,24 +25,22 @@ from warpfit.errors import FailedPreconditionError
 from warpfit.fitting import FitSettings
 from warpfit.request import Evaluation
 from warpfit.searching import SearchRequest
+from warpfit_server.ipc.segments import ALONE, BEGUN
 from warpfit_server.shared_batch import BatchSummary
 
 #: Strikes with which a batch or a data set is refused.
 _STRIKES: Final = 2
 #: Seconds after which a strike is forgotten, and after which the quarantine ends.
-_SUSPECT_SECONDS: Final = 600.0
-_QUARANTINE_SECONDS: Final = 3600.0
+_SUSPECT_SECONDS, _QUARANTINE_SECONDS = 600.0, 3600.0
 #: Seconds that a suspect may run alone, and keep others waiting.
 _ALONE_SECONDS: Final = 2.0
-#: A request that was lost so many seconds before its engine died has nothing to do with that.
-_TOGETHER_SECONDS: Final = 5.0
+#: Most deaths and most interrupted batches that are remembered, and most names in quarantine.
+_MOST_DEATHS, _MOST_BATCHES, _MOST_REFUSED = 32, 2048, 256
 #: What may differ between two searches that look for the same.
 _LEFT_OUT: Final = (
     *("guesses", "seed", "target_loss"),
     *("max_seconds", "max_generations", "max_formulas", "idle_generations"),
 )
-#: Most deaths that are remembered, most requests of each, and most names in quarantine.
-_MOST_DEATHS, _MOST_BATCHES, _MOST_REFUSED = 32, 64, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +51,9 @@ class InterruptedBatch:
     """Number of the engine process, from 1; no two processes of any engine have the same."""
     dataset: bytes
     batch: bytes
-    """Its digest, see `digest`."""
-    alone: bool
-    """Whether nothing else ran in the engine."""
-    is_proven: bool = False
-    """Whether it had run alone before for as long as suspects do, and the engine had lived."""
+    """Its digest, see `digest`; the key of the data set if the engine was loading that."""
+    state: int
+    """How suspect it is: `PROVEN`, `BEGUN` or `ALONE` of `warpfit_server.ipc.segments`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,32 +163,6 @@ def search_digest(request: SearchRequest) -> bytes:
     return hashlib.sha256(repr(replace(request, **left_out)).encode()).digest()
 
 
-@dataclass(slots=True, eq=False)
-class _Death:
-    """An engine process that has died, or to which front ends have lost their connections."""
-
-    is_blamed: bool | None = None
-    """Whether what it ran may be the cause; None while its death is not known."""
-    at: float = 0.0
-    """Moment of its death."""
-    loading: bytes | None = None
-    """Key of the data set that it was loading."""
-    batches: list[tuple[float, InterruptedBatch]] = field(default_factory=list)
-    """Requests that it had begun, with the moments of the reports."""
-
-    def strikes(self) -> Iterator[tuple[bytes, InterruptedBatch | None]]:
-        """Yield the name of each batch or data set with a strike, and the batch if it is one."""
-        if not self.is_blamed:
-            return
-        if self.loading is not None:
-            yield self.loading, None
-        begun = [batch for at, batch in self.batches if self.at - at < _TOGETHER_SECONDS]
-        alone = [batch for batch in begun if batch.alone]
-        others = [batch for batch in begun if not batch.is_proven]
-        for batch in alone or others or begun:
-            yield batch.batch, batch
-
-
 class Quarantine:
     """Decides what is suspect and what is in quarantine; in the main process."""
 
@@ -206,7 +175,9 @@ class Quarantine:
         """The list as it is now."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._deaths: dict[int, _Death] = {}
+        self._died: dict[int, float] = {}
+        """When engine processes died of what they ran, by number."""
+        self._interrupted: deque[InterruptedBatch] = deque(maxlen=_MOST_BATCHES)
         self._refused: dict[bytes, float] = {}
         """When what is in quarantine came there."""
 
@@ -214,71 +185,54 @@ class Quarantine:
         """Take in what became of a batch, before or after its engine's death is known."""
         with self._lock:
             if isinstance(outcome, InterruptedBatch):
-                batches = self._death(outcome.process).batches
-                batches.append((self._clock(), outcome))
-                del batches[:-_MOST_BATCHES]
+                self._interrupted.append(outcome)
+                is_counted = outcome.process in self._died
             else:
                 names = outcome.batch, outcome.dataset
-                for death in self._deaths.values():
-                    death.batches = [b for b in death.batches if b[1].batch not in names]
-                    death.loading = None if death.loading in names else death.loading
-        self._judge()
+                kept = [batch for batch in self._interrupted if batch.batch not in names]
+                is_counted = len(kept) < len(self._interrupted)
+                self._interrupted = deque(kept, _MOST_BATCHES)
+        if is_counted:
+            self._judge()
 
-    def engine_died(
-        self, process: int, *, is_blamed: bool, loading: bytes | None, at_start: bool
-    ) -> None:
-        """Take in the death of an engine process.
-
-        It ``is_blamed`` if what it ran may be the cause. ``loading`` is the key of the data set
-        that it was loading, if any, and ``at_start`` tells whether it did so as it started, when it
-        did nothing else.
-        """
+    def engine_died(self, process: int, loading: bytes | None) -> None:
+        """Take in that an engine process died of what it ran or of the data set that it loaded."""
         with self._lock:
-            death = self._death(process)
-            death.is_blamed, death.at, death.loading = is_blamed, self._clock(), loading
-            if at_start:
-                death.batches.clear()
+            self._died[process] = self._clock()
+            if loading is not None:
+                self._interrupted.append(InterruptedBatch(process, loading, loading, BEGUN))
         self._judge()
 
     def expire(self) -> None:
         """Forget what has not crashed an engine for long."""
-        if self._deaths or self._refused:
+        if self._died or self._refused:
             self._judge()
-
-    def _death(self, process: int) -> _Death:
-        found = self._deaths.setdefault(process, _Death(at=self._clock()))
-        while len(self._deaths) > _MOST_DEATHS:
-            del self._deaths[next(iter(self._deaths))]
-        return found
 
     def _judge(self) -> None:
         """Count the strikes, and publish a new list if anything has changed."""
         with self._lock:
             now = self._clock()
-            for process, death in list(self._deaths.items()):
-                if now - death.at > _SUSPECT_SECONDS:
-                    del self._deaths[process]
-            strikes: Counter[bytes] = Counter()
-            alone: dict[bytes, set[bytes]] = defaultdict(set)
-            """Batches that died alone, by data set."""
-            suspects: set[bytes] = set()
-            for death in self._deaths.values():
-                for name, batch in death.strikes():
-                    strikes[name] += 1
-                    if batch is not None:
-                        suspects.add(batch.dataset)
-                        if batch.alone:
-                            alone[batch.dataset].add(name)
-            strikes.update({dataset: len(batches) for dataset, batches in alone.items()})
-            for name, count in strikes.items():
-                if count >= _STRIKES:
+            recent = [(p, at) for p, at in self._died.items() if now - at <= _SUSPECT_SECONDS]
+            self._died = dict(recent[-_MOST_DEATHS:])
+            begun = [one for one in self._interrupted if one.process in self._died]
+            most_suspect: dict[int, int] = defaultdict(int)
+            for one in begun:
+                most_suspect[one.process] = max(most_suspect[one.process], one.state)
+            strikes: dict[bytes, set[Any]] = defaultdict(set)
+            """Processes that died of each batch; for a data set also batches that died alone."""
+            for one in begun:
+                if one.state == most_suspect[one.process]:
+                    strikes[one.batch].add(one.process)
+                    strikes[one.dataset] |= {one.batch} if one.state == ALONE else set()
+            for name, causes in strikes.items():
+                if len(causes) >= _STRIKES:
                     self._refused.setdefault(name, now)
             kept = [(n, at) for n, at in self._refused.items() if now - at <= _QUARANTINE_SECONDS]
             self._refused = dict(kept[-_MOST_REFUSED:])
             refused = frozenset(self._refused)
-            others = frozenset(suspects | set(strikes)) - refused
-            if (others, refused) == (self.current.suspects, self.current.quarantined):
+            suspects = frozenset(strikes) - refused
+            if (suspects, refused) == (self.current.suspects, self.current.quarantined):
                 return
-            known = self.current = SuspectList(self.current.version + 1, others, refused)
+            known = self.current = SuspectList(self.current.version + 1, suspects, refused)
         self.suspects.update(known)
         self.on_change(known)

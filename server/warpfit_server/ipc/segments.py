@@ -248,9 +248,10 @@ _ALIGNMENT: Final = 64
 _DTYPES: Final = {name: np.dtype(name) for name in ("<f8", "<f4", "<u4", "u1")}
 #: Size of an array whose copy takes longer than waiting for Python's lock.
 _LONG_BYTES: Final = 1 << 20
-#: States of a request in the engine, which a front end reads when the engine has died: it waits, it
-#: has begun, it runs and nothing else does, or it has done so for a suspect's whole turn.
-QUEUED, BEGUN, ALONE, PROVEN = 0, 1, 2, 3
+#: States of a request in the engine, which a front end reads when the engine has died; the higher,
+#: the more suspect. It waits; it goes on beside others after it has run alone for a suspect's whole
+#: turn; it has begun; it runs and nothing else does.
+QUEUED, PROVEN, BEGUN, ALONE = 0, 1, 2, 3
 #: Most parts of a request; each has two bytes of flags.
 MOST_PARTS: Final = 32
 #: Arrays of a fit's result with one number for each program and parameter vector, and their types.
@@ -428,7 +429,7 @@ class SegmentLayout(NamedTuple):
         return self.arrays["flags"][2]
 
     def state(self, segment: Segment) -> int:
-        """Return the request's state: `QUEUED`, `BEGUN` or `ALONE`."""
+        """Return the request's state: `QUEUED`, `PROVEN`, `BEGUN` or `ALONE`."""
         return segment.map[self.flag_offset + 1]
 
     def batch_part(self, segment: Segment) -> BatchPart:

@@ -103,7 +103,6 @@ class EngineSupervisor(Supervisor):
         self._unanswered: deque[tuple[bytes, Future[None]]] = deque()
         self._interrupted: list[tuple[bytes, Future[None]]] = []  # loads of the engine that is lost
         self._wanted: set[bytes] = set()  # data sets that the next engine process loads, too
-        self._loads_at_start: set[bytes] = set()
 
     @property
     def has_been_ready(self) -> bool:
@@ -200,7 +199,6 @@ class EngineSupervisor(Supervisor):
         first = self._started.pop(self.number, None)
         process, end, self._out_of_memory = first or start_engine(self._config, self.number)
         self.process_number = next(self._process_numbers)
-        self._loads_at_start = set()
         return process, Channel(end)
 
     def handle(self, channel: Channel, message: messages.Message, descriptor: int | None) -> None:
@@ -214,7 +212,6 @@ class EngineSupervisor(Supervisor):
                         continue
                     while len(self._unanswered) >= _LOADS_AHEAD:
                         self.handle(channel, *channel.receive())
-                    self._loads_at_start.add(dataset.key)
                     self.load(dataset)
                 # The engine takes connections after all earlier messages: after the data sets.
                 self.state = State.CONNECTABLE
@@ -265,13 +262,9 @@ class EngineSupervisor(Supervisor):
             if cause == "SIGKILL" and out_of_memory_kills() > self._out_of_memory:
                 cause = "out_of_memory"
             self.restarts[cause] += 1
-            loading = interrupted[0][0] if interrupted else None  # it loads them in their order
-            self.quarantine.engine_died(
-                self.process_number,
-                is_blamed=cause not in UNRELATED_CAUSES,
-                loading=loading,
-                at_start=loading in self._loads_at_start,
-            )
+            if cause not in UNRELATED_CAUSES:
+                loading = interrupted[0][0] if interrupted else None  # it loads them in their order
+                self.quarantine.engine_died(self.process_number, loading)
         for _, future in interrupted:
             future.set_result(None)  # the next engine loads it as it starts
 

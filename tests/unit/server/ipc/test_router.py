@@ -13,7 +13,7 @@ from warpfit.request import Evaluation, Loss
 from warpfit_server.ipc.engine_connection import InFlightRequest, unavailable
 from warpfit_server.ipc.quarantine import InterruptedBatch, KnownSuspects, Quarantine
 from warpfit_server.ipc.router import Router, SplitRequest
-from warpfit_server.ipc.segments import SegmentPool
+from warpfit_server.ipc.segments import BEGUN, SegmentPool
 from warpfit_server.tenancy.quotas import QuotaTable
 
 DATASET = Dataset.of(np.ones((1000, 3), "f4"), np.ones(1000, "f4"))
@@ -206,8 +206,8 @@ class TestSplitting:
     def test_a_suspect_is_not_split(self, front):
         whole = InFlightRequest.of_evaluation(evaluation(), DATASET.layout)
         quarantine = Quarantine()
-        quarantine.engine_died(1, is_blamed=True, loading=None, at_start=False)
-        quarantine.report(InterruptedBatch(1, DATASET.content_id, whole.digest(), False))
+        quarantine.engine_died(1, loading=None)
+        quarantine.report(InterruptedBatch(1, DATASET.content_id, whole.digest(), BEGUN))
         front.suspects.update(quarantine.current)
         assert isinstance(self.split(front), InFlightRequest)
 
