@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from warpfit_server.data.dataset_store import DatasetStore
     from warpfit_server.observability.records import Recorder
     from warpfit_server.processes.engines import Engines
-    from warpfit_server.processes.watchdog import Readiness, Watchdog
+    from warpfit_server.processes.watchdog import Watchdog
     from warpfit_server.tenancy.quotas import QuotaTable
 
 _PREFIX: Final = "warpfit_"
@@ -133,8 +133,7 @@ class Measured(Protocol):
     recorder: Recorder
     quotas: QuotaTable
     engines: Engines
-    readiness: Readiness
-    watchdogs: list[Watchdog]
+    watchdog: Watchdog
     datasets: DatasetStore
 
     def processes(self) -> dict[str, int]:
@@ -166,7 +165,7 @@ class ServerCollector(Collector):
         yield _gauge("requests_in_flight", "Calls that run now", totals.in_flight)
 
         # The engines.
-        serving, supervisors = server.readiness.serving, server.engines.supervisors
+        serving, supervisors = server.watchdog.readiness.serving, server.engines.supervisors
         engine = (version("warpfit"), server.engines.engine)
         yield _gauge("build_info", "Version and engine", {engine: 1.0}, "version", "engine")
         yield _gauge("ready", "1 if an engine answers rightly", bool(serving))
@@ -178,7 +177,7 @@ class ServerCollector(Collector):
         work = {device: ns / 1e9 for device, ns in zip(devices, server.quotas.work(), strict=True)}
         yield _gauge("device_work_seconds", text, work, "device")
         text = "Time that the last health probe of the engine took"
-        probes = {(watchdog.label,): watchdog.probe_seconds for watchdog in server.watchdogs}
+        probes = {(engine.label,): engine.probe_seconds for engine in server.watchdog.engines}
         yield _gauge("probe_seconds", text, probes, "device")
         text = "Engine processes that ended unasked"
         yield _counter("engine_restarts", text, server.engines.restarts, "device", "cause")

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Final
 
 from warpfit_server.data.dataset_store import DatasetStore
@@ -21,15 +19,11 @@ from warpfit_server.observability.records import Recorder
 from warpfit_server.processes.engine_start import Preparation
 from warpfit_server.processes.engines import Engines, EngineSupervisor
 from warpfit_server.processes.front_ends import FrontEnds
-from warpfit_server.processes.watchdog import Probe, Readiness, Watchdog
+from warpfit_server.processes.watchdog import TICK, Probe, Watchdog
 from warpfit_server.system.sockets import join_address, reserve_port, split_address
 from warpfit_server.tenancy.quotas import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit")
-#: Seconds between two looks at probes and processes that take too long.
-_TICK: Final = 0.1
-#: Seconds between two looks after which the main process itself was stopped, at most.
-_STOPPED_SECONDS: Final = 2.0
 
 
 class Server:
@@ -66,13 +60,12 @@ class Server:
         pool, self.recorder = SegmentPool(*config.idle_pool), Recorder()
         self.quotas = QuotaTable.create(config.processes, len(config.engines))
         self.engines = Engines(config, pool, prepared.engines)
-        self.readiness = Readiness(lambda: self._front_ends.announce_readiness())
         self._front_ends = FrontEnds(
             config,
             self.engines,
             self.quotas,
             self.recorder,
-            lambda: self.readiness.serving,
+            lambda: self.watchdog.readiness.serving,
             self.port,
             health_port,
         )
@@ -83,16 +76,15 @@ class Server:
             self._front_ends.announce_dataset,
             self._front_ends.withdraw_dataset,
         )
-        self._probes = [
-            Probe(supervisor.connection, self._front_ends.seed)
-            for supervisor in self.engines.supervisors
-        ]
-        key = self._probes[0].make_resident(self.datasets, pool)
-        self._probed = self._stack.enter_context(self.datasets.pin(key))
-        for supervisor in self.engines.supervisors:
-            supervisor.load(self._probed).result()
-        self.watchdogs = [self._watchdog(s) for s in self.engines.supervisors]
-        self._stopped = threading.Event()
+        seed, supervisors = self._front_ends.seed, self.engines.supervisors
+        probes = [Probe(supervisor.connection, seed) for supervisor in supervisors]
+        key = probes[0].make_resident(self.datasets, pool)
+        probed = self._stack.enter_context(self.datasets.pin(key))
+        for supervisor in supervisors:
+            supervisor.load(probed).result()
+        self.watchdog = Watchdog(
+            config, self.engines, probes, probed, self._front_ends, self._do_chores
+        )
 
     def _reserve(self, host: str, port: int, flag: str) -> int:
         """Reserve a port for the front ends; return its number."""
@@ -100,25 +92,12 @@ class Server:
         number: int = reserved.getsockname()[1]
         return number
 
-    def _watchdog(self, supervisor: EngineSupervisor) -> Watchdog:
-        """Make an engine's watchdog."""
-        watchdog = Watchdog(
-            self.config,
-            supervisor,
-            self._probes[supervisor.number],
-            self.readiness,
-            partial(self._front_ends.all_answered_by, supervisor.number),
-            partial(supervisor.load, self._probed),
-        )
-        supervisor.on_loss = watchdog.engine_lost
-        return watchdog
-
     def __enter__(self) -> Server:
         """Start all processes; return when the server is ready."""
 
         def engine_ready(supervisor: EngineSupervisor) -> None:
             self._front_ends.engine_ready(supervisor.number)
-            self.watchdogs[supervisor.number].engine_ready()
+            self.watchdog.engines[supervisor.number].engine_ready()
 
         try:
             config = self.config
@@ -136,11 +115,7 @@ class Server:
                 lambda: self._is_stopping() or self._front_ends.failure is not None,
             )
             self._front_ends.open(self._is_stopping)
-            for watchdog in self.watchdogs:
-                watchdog.start()
-            threading.Thread(target=self._look_forever, name="watchdog", daemon=True).start()
-            for watchdog in self.watchdogs:
-                watchdog.wait_ready()
+            self.watchdog.start()
         except BaseException:
             self._stop()
             raise
@@ -148,7 +123,7 @@ class Server:
 
     def __exit__(self, *exception: object) -> None:
         """End readiness, refuse new calls, let calls in flight finish in time, and stop."""
-        self.readiness.drain()
+        self.watchdog.readiness.drain()
         self._front_ends.announce_readiness(is_draining=True)
         self._wait(self.config.notice, lambda: False)  # load balancers take notice
         calls, grace = self.quotas.calls_in_flight(), self.config.grace
@@ -168,41 +143,15 @@ class Server:
         """Wait until a time or what is waited for has come, or somebody is in a hurry."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and not is_over() and not self._is_hurried():
-            time.sleep(_TICK)
+            time.sleep(TICK)
 
     def _stop(self) -> None:
         self._front_ends.stop()
-        self._stopped.set()
-        for watchdog in self.watchdogs:
-            watchdog.stop()
+        self.watchdog.stop()
         self._stack.close()
         self.engines.stop()
 
-    def _look_forever(self) -> None:
-        """Act on engines and processes that take too long, and drop suspects and data sets in time.
-
-        A main process that was stopped (SIGSTOP, a paused machine) has read no messages meanwhile.
-        So it does not count that time against the others.
-        """
-        looked = time.monotonic()
-        stopped_seconds = min(_STOPPED_SECONDS, self.config.probe_timeout)
-        while not self._stopped.wait(_TICK):
-            now = time.monotonic()
-            if now - looked > stopped_seconds:
-                _LOG.warning("the main process did not run for %.1f s", now - looked)
-                self._front_ends.resumed = now
-                for watchdog in self.watchdogs:
-                    watchdog.resumed = now
-            looked = now
-            for look in (*(watchdog.look for watchdog in self.watchdogs), self._look):
-                try:
-                    look(time.monotonic())
-                except Exception:  # whatever it is, the others are looked at, and it is tried again
-                    _LOG.exception("the server could not look after its processes")
-
-    def _look(self, now: float) -> None:
-        self._front_ends.repeat_readiness(now)
-        self._front_ends.replace_broken([each.answering_since for each in self.watchdogs])
+    def _do_chores(self) -> None:
         self.engines.quarantine.expire()
         self.datasets.expire(self.config.lease_seconds)
 
@@ -222,7 +171,7 @@ class Server:
             f"{device.label} {device.name}"
             + (f" ({device.threads} threads)" if device.threads else "")
             + ("" if device.serving else " (not ready)")
-            for device in self.engines.devices(self.readiness.serving)
+            for device in self.engines.devices(self.watchdog.readiness.serving)
         )
         return (
             f"warpfit listening on {join_address(self.config.host, self.port)}"

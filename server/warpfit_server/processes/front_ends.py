@@ -26,7 +26,7 @@ from warpfit_server.ipc import messages
 from warpfit_server.ipc.messages import Channel, FoundDataset
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch
 from warpfit_server.ipc.segments import Segment
-from warpfit_server.observability.records import REPORT_SECONDS, Recorder
+from warpfit_server.observability.records import Recorder
 from warpfit_server.processes.engines import Engines
 from warpfit_server.processes.supervisor import State, Supervisor
 from warpfit_server.system.machine import shortage, too_many_files
@@ -35,8 +35,6 @@ from warpfit_server.tenancy.quotas import QuotaTable
 _LOG: Final = logging.getLogger("warpfit.front_ends")
 #: Seconds that a front end has to end when the server stops, after the grace period.
 _STOP_SECONDS: Final = 5.0
-#: Seconds after which front ends are told again which devices serve.
-_REPEAT_SECONDS: Final = 1.0
 #: Seconds after which a process is given up that has not read thousands of messages: all uploads
 #: wait for the sending of the next one.
 _SEND_SECONDS: Final = 1.0
@@ -170,11 +168,10 @@ class FrontEnds:
         self.may_serve = threading.Event()
         """Open once the processes may take calls."""
         self.supervisors = [FrontEndSupervisor(self, n) for n in range(config.processes)]
-        self.resumed = 0.0
-        """Moment at which this process ran again after it had been stopped, and heard nothing."""
+        self.told_at = 0.0
+        """Moment at which they were last told which devices serve."""
         self._serving = serving
         self._is_draining = False
-        self._told_at = 0.0
         engines.quarantine.on_change = self.tell_all
 
     def start(self, datasets: DatasetStore) -> None:
@@ -222,9 +219,9 @@ class FrontEnds:
 
     def processes(self) -> dict[str, int]:
         """Return the process ids by role."""
-        return {s.name: s.process.pid for s in self._present() if s.process is not None}
+        return {s.name: s.process.pid for s in self.present() if s.process is not None}
 
-    def _present(self) -> list[FrontEndSupervisor]:
+    def present(self) -> list[FrontEndSupervisor]:
         """Return the front ends that serve."""
         return [s for s in self.supervisors if s.state is State.SERVING]
 
@@ -244,7 +241,7 @@ class FrontEnds:
 
     def engine_ready(self, engine: int) -> None:
         """Give every process a connection to the new process of an engine."""
-        for front_end in self._present():
+        for front_end in self.present():
             self.connect(front_end, engine)
 
     def connect(self, front_end: FrontEndSupervisor, engine: int) -> None:
@@ -262,7 +259,7 @@ class FrontEnds:
     def announce_readiness(self, is_draining: bool = False) -> None:
         """Tell every process which devices serve, and whether the server stops."""
         self._is_draining = self._is_draining or is_draining
-        self._told_at = time.monotonic()
+        self.told_at = time.monotonic()
         self.tell_all(messages.SetReadiness(self._serving(), self._is_draining))
 
     def announce_dataset(self, found: FoundDataset) -> None:
@@ -369,41 +366,3 @@ class FrontEnds:
         """Tell every process that an engine has loaded a data set."""
         if ended.exception() is None:
             self.tell_all(messages.DatasetHeld(engine, key))
-
-    # ------------------------------------------------------------------- whether they are well
-
-    def repeat_readiness(self, now: float) -> None:
-        """Announce readiness again now and then: a front end that hears nothing is not ready."""
-        if now - self._told_at >= min(_REPEAT_SECONDS, self.config.probe_seconds):
-            self.announce_readiness()
-
-    def all_answered_by(self, engine: int) -> bool:
-        """Return whether an engine answered the last probe of every process, not too long ago."""
-        limit = time.monotonic() - self.config.probe_seconds - self.config.probe_timeout
-        probes = [front_end.probes[engine] for front_end in self._present()]
-        return bool(probes) and all(
-            probe.answers and max(probe.ended, self.resumed) >= limit for probe in probes
-        )
-
-    def replace_broken(self, answering_since: Sequence[float]) -> None:
-        """Replace processes that hang, or do not start.
-
-        Each engine has answered the main process since its moment in ``answering_since``, which is
-        infinite if it does not answer. So a process that has had no answer of an engine for long
-        since then is broken, too. What a healthy process does at intervals may have been due when
-        it was stopped, so that an interval more is waited for.
-        """
-        now, config = time.monotonic(), self.config
-        limit, awake = now - config.hang_seconds, now - self.resumed
-        for front_end in self.supervisors:
-            if front_end.state < State.SERVING:
-                if min(now - front_end.since, awake) > config.start_seconds:
-                    front_end.replace("slow_start")
-            elif awake > config.hang_seconds:
-                has_no_answer = any(
-                    max(front_end.probes[engine].answered, moment) < limit - config.probe_seconds
-                    for engine, moment in enumerate(answering_since)
-                )
-                if has_no_answer or front_end.last_message < limit - REPORT_SECONDS:
-                    is_silent = front_end.last_message < limit
-                    front_end.replace("silent" if is_silent else "no_answer")

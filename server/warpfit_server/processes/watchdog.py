@@ -1,10 +1,14 @@
-"""The health of engines: a probe asks each engine, and a watchdog has broken engines replaced.
+"""The health of the server: what serves, and which processes are replaced, is decided here.
 
 A probe is a small evaluation with a known result. The main process and every front end have one for
 each engine, and send it over the connection of their calls. In the main process a thread probes
-each engine again and again. Another thread, the server's, only compares clocks: it ends readiness
-of a device when a probe has waited longer than ``probe_timeout``, and has the engine replaced when
-one has waited for ``hang_seconds``. So nothing that blocks a probe can hide that it has no answer.
+each engine again and again. Another thread, that of `Watchdog`, only compares clocks: it ends
+readiness of a device when a probe has waited longer than ``probe_timeout``, and has the engine
+replaced when one has waited for ``hang_seconds``. So nothing that blocks a probe can hide that it
+has no answer. The same thread has front ends replaced that are silent or that alone have no answer.
+
+Two decisions cannot be made here: a process that has lost the main process decides for itself, and
+so does an engine whose work does not stop (`warpfit_server.system.lifetime`).
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -26,13 +31,15 @@ from warpfit.parse import parse
 from warpfit.request import Evaluation, Tier
 from warpfit.server_info import Limits
 from warpfit_server.config import Config
-from warpfit_server.data.dataset_store import DatasetStore
+from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
 from warpfit_server.data.uploads import Upload
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.processes.engines import EngineSupervisor
-from warpfit_server.processes.supervisor import State
+from warpfit_server.observability.records import REPORT_SECONDS
+from warpfit_server.processes.engines import Engines, EngineSupervisor
+from warpfit_server.processes.front_ends import FrontEnds
+from warpfit_server.processes.supervisor import State, Supervisor
 from warpfit_server.tenancy.tenants import PROBE, key_of
 
 _LOG: Final = logging.getLogger("warpfit.watchdog")
@@ -42,6 +49,12 @@ _ROWS, _PARAMETER = 64, 1.5
 _TOLERANCE: Final = 1e-5
 #: Seconds between two looks whether a new server is ready.
 _POLL_SECONDS: Final = 0.01
+#: Seconds between two looks at probes and processes that take too long.
+TICK: Final = 0.1
+#: Seconds between two looks after which this process itself was stopped, at most.
+_STOPPED_SECONDS: Final = 2.0
+#: Seconds after which front ends are told again which devices serve.
+_REPEAT_SECONDS: Final = 1.0
 
 
 class Probe:
@@ -125,7 +138,7 @@ class Readiness:
             self._on_change()
 
 
-class Watchdog:
+class EngineWatch:
     """Keeps readiness true to what one engine does, as long as `look` is called often.
 
     ``others_answer`` tells whether the engine answers all front ends, too; ``load_again``
@@ -154,8 +167,6 @@ class Watchdog:
         while they are not."""
         self.probe_seconds = 0.0
         """Time that the last answer took."""
-        self.resumed = 0.0
-        """Moment at which this process ran again after it had been stopped; see `look`."""
         self._asked: float | None = None  # since when a probe waits for its answer
         self._failing: float | None = None  # since when each probe fails, though there is an engine
         self._stopping = threading.Event()
@@ -228,13 +239,13 @@ class Watchdog:
             self._asked = None
             self._publish()
 
-    def look(self, now: float) -> None:
+    def look(self, now: float, awake: float = math.inf) -> None:
         """Act on probes, and on starts of the engine, that take too long at ``now``.
 
-        Time before this process has ``resumed`` does not count.
+        This process has been ``awake`` for these seconds, and no more count.
         """
         asked, failing, starting = self._asked, self._failing, self._supervisor.starting_since
-        awake, config = now - self.resumed, self._config
+        config = self._config
         waits_for = 0.0 if asked is None else min(now - asked, awake)
         if waits_for > config.probe_timeout and self.answering_since < math.inf:
             _LOG.warning("%s has not answered for %.1f s: not ready", self.label, waits_for)
@@ -247,5 +258,123 @@ class Watchdog:
         fails_for = 0.0 if failing is None else min(now - failing, awake)
         if starting is None and fails_for > config.hang_seconds:
             self._supervisor.replace("no_answer")
-        if starting is not None and min(now - starting, awake) > config.start_seconds:
-            self._supervisor.replace("slow_start")
+        if starting is not None:
+            _replace_if_slow(self._supervisor, min(now - starting, awake), config)
+
+
+def _replace_if_slow(supervisor: Supervisor, seconds: float, config: Config) -> None:
+    """Replace a process that has been starting for too many seconds."""
+    if seconds > config.start_seconds:
+        supervisor.replace("slow_start")
+
+
+class Watchdog:
+    """Looks after engines and front ends, in a thread of the main process.
+
+    Args:
+        config: the server's configuration.
+        engines: the engines, with the probe of each.
+        probes: by the engine's number.
+        probed: the data set of the probes.
+        front_ends: the front ends, which are told what serves.
+        chores: what else is to be done often.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engines: Engines,
+        probes: Sequence[Probe],
+        probed: StoredDataset,
+        front_ends: FrontEnds,
+        chores: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._config, self._front_ends, self._chores = config, front_ends, chores
+        self.readiness = Readiness(front_ends.announce_readiness)
+        """The devices that serve."""
+        self.engines = [
+            EngineWatch(
+                config,
+                supervisor,
+                probe,
+                self.readiness,
+                partial(self.all_answered_by, supervisor.number),
+                partial(supervisor.load, probed),
+            )
+            for supervisor, probe in zip(engines.supervisors, probes, strict=True)
+        ]
+        """The watch over each engine, by its number."""
+        self.resumed = 0.0
+        """Moment at which this process ran again after it had been stopped, and heard nothing."""
+        self._stopped = threading.Event()
+        for supervisor, watch in zip(engines.supervisors, self.engines, strict=True):
+            supervisor.on_loss = watch.engine_lost
+
+    def start(self) -> None:
+        """Begin to probe and to look, and wait until engines answer, or do not start in time."""
+        for engine in self.engines:
+            engine.start()
+        threading.Thread(target=self.look_forever, name="watchdog", daemon=True).start()
+        for engine in self.engines:
+            engine.wait_ready()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stopped.set()
+        for engine in self.engines:
+            engine.stop()
+
+    def all_answered_by(self, engine: int) -> bool:
+        """Return whether an engine answered the last probe of every process, not too long ago."""
+        limit = time.monotonic() - self._config.probe_seconds - self._config.probe_timeout
+        probes = [front_end.probes[engine] for front_end in self._front_ends.present()]
+        return bool(probes) and all(
+            probe.answers and max(probe.ended, self.resumed) >= limit for probe in probes
+        )
+
+    def look_forever(self) -> None:
+        """Look until the end.
+
+        A main process that was stopped (SIGSTOP, a paused machine) has read no messages meanwhile.
+        So it does not count that time against the others.
+        """
+        looked = time.monotonic()
+        stopped_seconds = min(_STOPPED_SECONDS, self._config.probe_timeout)
+        while not self._stopped.wait(TICK):
+            now = time.monotonic()
+            if now - looked > stopped_seconds:
+                _LOG.warning("the main process did not run for %.1f s", now - looked)
+                self.resumed = now
+            looked = now
+            looks: list[Callable[[], None]] = [
+                partial(engine.look, now, now - self.resumed) for engine in self.engines
+            ]
+            for look in (*looks, partial(self.look_at_front_ends, now), self._chores):
+                try:
+                    look()
+                except Exception:  # whatever it is, the others are looked at, and it is tried again
+                    _LOG.exception("the server could not look after its processes")
+
+    def look_at_front_ends(self, now: float) -> None:
+        """Replace front ends that hang, or do not start, and tell the others what serves.
+
+        Since an engine answers the main process, a front end that has had no answer of it for long
+        is broken. What a healthy process does at intervals may have been due when it was stopped,
+        so that an interval more is waited for.
+        """
+        config, front_ends = self._config, self._front_ends
+        # A front end that hears nothing is not ready.
+        if now - front_ends.told_at >= min(_REPEAT_SECONDS, config.probe_seconds):
+            front_ends.announce_readiness()
+        limit, awake = now - config.hang_seconds, now - self.resumed
+        for front_end in front_ends.supervisors:
+            if front_end.state < State.SERVING:
+                _replace_if_slow(front_end, min(now - front_end.since, awake), config)
+            elif awake > config.hang_seconds:
+                has_no_answer = any(
+                    max(probe.answered, engine.answering_since) < limit - config.probe_seconds
+                    for probe, engine in zip(front_end.probes, self.engines, strict=True)
+                )
+                if has_no_answer or front_end.last_message < limit - REPORT_SECONDS:
+                    is_silent = front_end.last_message < limit
+                    front_end.replace("silent" if is_silent else "no_answer")

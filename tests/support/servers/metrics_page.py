@@ -23,10 +23,12 @@ def collector(
         recorder=recorder or Recorder(),
         engines=SimpleNamespace(engine="cuda", restarts=restarts, supervisors=supervisors),
         datasets=SimpleNamespace(usage=lambda: StoreUsage(1, 100, 3)),
-        readiness=SimpleNamespace(serving=frozenset(labels[-1:])),
+        watchdog=SimpleNamespace(
+            readiness=SimpleNamespace(serving=frozenset(labels[-1:])),
+            engines=[SimpleNamespace(label="cuda:0", probe_seconds=0.5)],
+        ),
         config=Config(max_resident_bytes=1000),
         processes=lambda: {"main": 1, "engine": 2**22 + 1},  # no such process
-        watchdogs=[SimpleNamespace(label="cuda:0", probe_seconds=0.5)],
         quotas=SimpleNamespace(work=lambda: [1_500_000_000 * n for n in range(len(labels))]),
     )
     return ServerCollector(server, lambda: gpus)

@@ -40,6 +40,7 @@ from warpfit_server.processes.engines import Engines, EngineSupervisor
 from warpfit_server.processes.front_end import MainProcess
 from warpfit_server.processes.front_ends import FrontEnds
 from warpfit_server.processes.supervisor import State, Supervisor
+from warpfit_server.processes.watchdog import Watchdog
 from warpfit_server.tenancy.quotas import QuotaTable
 
 CONFIG = Config(devices="cpu:2", front_ends=2, hang_seconds=30.0)
@@ -53,6 +54,15 @@ def front_ends():
     made.datasets = DatasetStore(
         Limits(), table, made.unload_dataset, made.announce_dataset, made.withdraw_dataset
     )
+    return made
+
+
+@pytest.fixture
+def watchdog(front_ends):
+    """A watchdog over them, whose engines have answered it for long."""
+    made = Watchdog(CONFIG, front_ends.engines, [None, None], None, front_ends)
+    for engine in made.engines:
+        engine.answering_since = 0.0
     return made
 
 
@@ -149,90 +159,93 @@ def test_processes_that_are_told_to_end_and_hang_are_killed_after_the_time_of_on
 # --------------------------------------------------------------------------------- front ends
 
 
-def test_a_front_end_answers_while_its_last_right_probe_is_recent(front_ends, front_end):
-    assert not front_ends.all_answered_by(1)
+def test_a_front_end_answers_while_its_last_right_probe_is_recent(watchdog, front_end):
+    assert not watchdog.all_answered_by(1)
     probe = front_end.probes[1]
     probe.answers, probe.ended = True, time.monotonic()
-    assert front_ends.all_answered_by(1)
-    assert not front_ends.all_answered_by(0)
+    assert watchdog.all_answered_by(1)
+    assert not watchdog.all_answered_by(0)
     probe.ended -= 6.0
-    assert not front_ends.all_answered_by(1)
+    assert not watchdog.all_answered_by(1)
 
 
-def test_no_engine_answers_where_there_is_no_front_end(front_ends):
-    assert not front_ends.all_answered_by(0)
+def test_no_engine_answers_where_there_is_no_front_end(watchdog):
+    assert not watchdog.all_answered_by(0)
 
 
-def test_a_front_end_is_replaced_if_the_engine_answers_only_others(front_ends, front_end):
+def test_a_front_end_is_replaced_if_the_engine_answers_only_others(watchdog, front_end):
     now = time.monotonic()
     front_end.probes[1].answered = now - 40.0
     # An engine that has hung may have answered this process a moment earlier than the front end.
     for moment in (math.inf, now, now - 31.0):
-        front_ends.replace_broken([0.0, moment])
+        watchdog.engines[1].answering_since = moment
+        watchdog.look_at_front_ends(now)
         assert not front_end.killed
-    front_ends.replace_broken([0.0, now - 32.1])
+    watchdog.engines[1].answering_since = now - 32.1
+    watchdog.look_at_front_ends(now)
     assert front_end.killed and front_end.cause == "no_answer"
 
 
-def test_a_front_end_that_was_stopped_for_a_short_time_is_not_replaced(front_ends, front_end):
+def test_a_front_end_that_was_stopped_for_a_short_time_is_not_replaced(watchdog, front_end):
     front_end.last_message = time.monotonic() - 30.4  # it was due to send one as it was stopped
     for probe in front_end.probes:
         probe.answered = time.monotonic() - 31.9
-    front_ends.replace_broken([0.0, 0.0])
+    watchdog.look_at_front_ends(time.monotonic())
     assert not front_end.killed
     front_end.last_message -= 0.2
     for _ in range(2):
-        front_ends.replace_broken([0.0, 0.0])
+        watchdog.look_at_front_ends(time.monotonic())
     assert front_end.killed == [True], "once, although it may take a while to end"
     assert front_end.cause == "silent"
 
 
-def test_a_new_front_end_ends_no_readiness(front_ends, front_end):
+def test_a_new_front_end_ends_no_readiness(watchdog, front_end):
     for probe in front_end.probes:
         probe.answers = True
-    assert not front_ends.all_answered_by(0)
+    assert not watchdog.all_answered_by(0)
     front_end.handle(front_end.channel, messages.FrontEndReady(), None)
-    assert front_ends.all_answered_by(0)
+    assert watchdog.all_answered_by(0)
     front_end.handle(None, messages.ProbeResult(0, False), None)
-    assert not front_ends.all_answered_by(0)
+    assert not watchdog.all_answered_by(0)
 
 
 def test_readiness_is_repeated_before_front_ends_doubt_it(front_ends, front_end):
-    front_ends.config = replace(CONFIG, hang_seconds=3.0)
+    config = replace(CONFIG, hang_seconds=3.0)
+    watchdog = Watchdog(config, front_ends.engines, [None, None], None, front_ends)
     front_ends.announce_readiness()
     begun = time.monotonic()
-    front_ends.repeat_readiness(begun + 0.1)
+    watchdog.look_at_front_ends(begun + 0.1)
     assert len(front_end.told) == 1
-    front_ends.repeat_readiness(begun + 0.2)
+    watchdog.look_at_front_ends(begun + 0.2)
     assert len(front_end.told) == 2
 
 
-def test_silence_counts_only_while_this_process_hears(front_ends, front_end):
+def test_silence_counts_only_while_this_process_hears(watchdog, front_end):
     probe = front_end.probes[0]
     probe.answers, probe.ended = True, time.monotonic() - 40.0
     front_end.last_message = probe.answered = time.monotonic() - 40.0
-    front_ends.resumed = time.monotonic() - 1.0
-    front_ends.replace_broken([0.0, 0.0])
-    assert front_ends.all_answered_by(0) and not front_end.killed
-    front_ends.resumed -= 30.0
-    assert not front_ends.all_answered_by(0)
-    front_ends.replace_broken([])
+    watchdog.resumed = time.monotonic() - 1.0
+    watchdog.look_at_front_ends(time.monotonic())
+    assert watchdog.all_answered_by(0) and not front_end.killed
+    watchdog.resumed -= 30.0
+    assert not watchdog.all_answered_by(0)
+    watchdog.look_at_front_ends(time.monotonic())
     assert front_end.killed
 
 
 @pytest.mark.parametrize("waiting", [False, True])
 def test_a_front_end_that_does_not_start_is_replaced_and_not_waited_for(
-    monkeypatch, front_ends, front_end, waiting
+    monkeypatch, front_ends, watchdog, front_end, waiting
 ):
     monkeypatch.setattr(Config, "start_seconds", 0.3)
     front_end.state, front_end.since = State.STARTING, time.monotonic()
-    front_ends.replace_broken([])
+    watchdog.look_at_front_ends(time.monotonic())
     assert not front_end.killed
     if waiting:
         with pytest.raises(UnavailableError, match="did not start"):
             front_ends.open(lambda: False)
     front_end.since -= 0.4
-    front_ends.replace_broken([])
+    watchdog.look_at_front_ends(time.monotonic())
     assert front_end.killed
 
 

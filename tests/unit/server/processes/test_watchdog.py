@@ -1,7 +1,6 @@
 """The watchdog, with a clock and probes of the test's own."""
 
 import math
-import threading
 import time
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError, Unavail
 from warpfit.transport.connection import target_of
 from warpfit_server.config import Config
 from warpfit_server.processes.engine_start import UNRELATED_CAUSES
-from warpfit_server.processes.watchdog import Readiness, Watchdog
+from warpfit_server.processes.watchdog import EngineWatch, Readiness, Watchdog
 from warpfit_server.server import Server
 
 
@@ -32,7 +31,7 @@ class Watched:
         )
         config = Config(hang_seconds=30.0)
         others, load = lambda: self.others_answer, lambda: self.loads.append("probe")
-        self.watchdog = Watchdog(config, supervisor, None, self.health, others, load)
+        self.watchdog = EngineWatch(config, supervisor, None, self.health, others, load)
         self.watchdog.answering_since = 0.0
 
     def probe(self, outcome):
@@ -79,10 +78,9 @@ def test_time_in_which_this_process_was_stopped_does_not_count(kind):
     watchdog, seconds = watched.watchdog, 600.0 if kind == "starting" else 30.0
     if kind != "starting":
         setattr(watchdog, f"_{kind}", 100.0)
-    watchdog.resumed = 200.0
-    watchdog.look(202.9)
+    watchdog.look(202.9, awake=2.9)
     assert watched.health.serving and not watched.replaced
-    watchdog.look(200.1 + seconds)
+    watchdog.look(200.1 + seconds, awake=seconds + 0.1)
     assert len(watched.replaced) == 1
 
 
@@ -176,49 +174,49 @@ def test_the_server_is_ready_only_when_every_process_answers():
     assert watched.health.serving
 
 
-def test_an_error_in_one_look_ends_neither_the_others_nor_the_next_one(caplog):
-    stopped, looks = threading.Event(), []
+class Watching(Watchdog):
+    """A watchdog without engines of its own, which looks ``seconds`` after each other."""
 
-    def fail(now):
+    def __init__(self, looks, hang_seconds=30.0, seconds=()):
+        config, self.looks, self.clock = Config(hang_seconds=hang_seconds), looks, 100.0
+        nobody = SimpleNamespace(supervisors=[], announce_readiness=lambda: None, told_at=math.inf)
+        super().__init__(config, nobody, [], None, nobody, lambda: looks.append("chores"))
+        self.engines = [SimpleNamespace(look=self.look)]
+        self._stopped = SimpleNamespace(wait=self.wait)
+        self.seconds = [*seconds]
+
+    def wait(self, _):
+        self.clock += self.seconds.pop(0) if self.seconds else 0.0
+        return not self.seconds
+
+    def look(self, now, awake):
+        self.looks.append(now - awake)
+
+
+def test_an_error_in_one_look_ends_neither_the_others_nor_the_next_one(caplog):
+    looks = []
+    watchdog = Watching(looks, seconds=[0.1] * 3)
+
+    def fail(now, awake):
         looks.append("failed")
         raise OSError("whatever it is")
 
-    def look(now):
-        looks.append("looked")
-        if len(looks) == 4:
-            stopped.set()
-
-    server = SimpleNamespace(
-        _stopped=stopped, watchdogs=[SimpleNamespace(look=fail)], _look=look, config=Config()
-    )
-    Server._look_forever(server)
-    assert looks == ["failed", "looked"] * 2
+    watchdog.engines[0].look = fail
+    watchdog.look_forever()
+    assert looks == ["failed", "chores"] * 2
     assert "could not look after" in caplog.text
 
 
 @pytest.mark.parametrize(("hang_seconds", "seconds"), [(30.0, 7.0), (6.0, 0.7)])
-def test_a_main_process_that_was_stopped_tells_who_judges_others(
+def test_a_main_process_that_was_stopped_counts_that_time_against_nobody(
     monkeypatch, hang_seconds, seconds
 ):
-    clock, judges = [100.0], [SimpleNamespace(look=lambda now: None, resumed=0.0) for _ in "ab"]
-    monkeypatch.setattr("warpfit_server.server.time.monotonic", lambda: clock[0])
-    resumed = []
-
-    def wait(_):
-        resumed.append(judges[0].resumed)
-        clock[0] += 0.1 if len(resumed) != 2 else seconds
-        return len(resumed) == 4
-
-    server = SimpleNamespace(
-        _stopped=SimpleNamespace(wait=wait),
-        watchdogs=judges[:1],
-        _front_ends=judges[1],
-        _look=lambda now: None,
-        config=Config(hang_seconds=hang_seconds),
-    )
-    Server._look_forever(server)
-    assert resumed == [0.0, 0.0, *[pytest.approx(100.1 + seconds)] * 2]
-    assert judges[1].resumed == judges[0].resumed
+    looks = []
+    watchdog = Watching(looks, hang_seconds, seconds=[0.1, seconds, 0.1, 0.1])
+    monkeypatch.setattr("warpfit_server.processes.watchdog.time.monotonic", lambda: watchdog.clock)
+    watchdog.look_forever()
+    resumed = [each for each in looks if each != "chores"]
+    assert resumed == [0.0, *[pytest.approx(100.1 + seconds)] * 2]
 
 
 def test_changes_of_readiness_are_reported_once_and_draining_is_final():
@@ -239,8 +237,9 @@ def test_changes_of_readiness_are_reported_once_and_draining_is_final():
 def test_the_start_up_line_gives_an_address_that_clients_accept(host, address):
     config = Config(host=host)
     engines = SimpleNamespace(devices=lambda serving: (), engine="cpu")
+    watchdog = SimpleNamespace(readiness=Readiness())
     server = SimpleNamespace(
-        config=config, port=7, engines=engines, readiness=Readiness(), _ports={"health": "node:8"}
+        config=config, port=7, engines=engines, watchdog=watchdog, _ports={"health": "node:8"}
     )
     line = Server.describe(server)
     assert line.startswith(f"warpfit listening on {address} engine=cpu")
