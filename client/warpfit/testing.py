@@ -19,6 +19,7 @@ request::
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,9 +38,8 @@ from warpfit.errors import (
     WarpfitError,
 )
 from warpfit.expressions import reference
-from warpfit.fitting import FitProgress
 from warpfit.ir import Batch, Program
-from warpfit.request import OUTPUTS, Evaluation, Timings
+from warpfit.request import OUTPUTS, Timings
 from warpfit.searching import Front, SearchProgress, SearchReason
 from warpfit.server_info import Device, Limits, ServerInfo
 from warpfit.transport.call import Request, UploadStream
@@ -166,24 +166,12 @@ class InProcessServer:
 
     def _optimize(self, message: bytes) -> Iterator[Any]:
         require_server()
-        from warpfit_server.engine.fit import compiled
-        from warpfit_server.engine.fit.driver import FitContext, optimize
-        from warpfit_server.engine.interface import run_to_end
-
-        compiled.load()  # the same code as engines load; calls would compile another one
         request = codec.fit_from_bytes(message)
         dataset = self._dataset(request.problem.dataset_id)
         request.check(dataset.layout)
-        reports: list[FitProgress] = []
-        engine = _ReferenceEngine(dataset)
-        context = FitContext(
-            linearise=engine.linearise,
-            evaluate=engine.evaluate,
-            dataset=dataset,
-            cancelled=np.zeros(1, dtype=np.uint8),
-            report=reports.append if request.settings.progress else None,
-        )
-        result = run_to_end(optimize(request, context))
+        # Named by a text: the client imports nothing of the server, which imports the client.
+        fits = import_module("warpfit_server.reference_fits")
+        result, reports = fits.fit(request, dataset)
         for progress in reports:
             yield codec.fit_answer_from_bytes(codec.progress_to_bytes(progress))
         yield codec.fit_answer_from_bytes(codec.fit_to_bytes(result))
@@ -269,39 +257,3 @@ def async_client(
 ) -> AsyncClient:
     """Make an asyncio client of an in-process server, by default of a new one, or of several."""
     return AsyncClient(client(server, retry=retry))
-
-
-class _ReferenceEngine:
-    """The parts of an engine that a fit needs."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
-
-    def evaluate(self, evaluation: Evaluation, outputs: Any) -> Any:
-        from warpfit.request import Timings
-
-        yield None
-        result = reference.evaluate(evaluation, self._dataset)
-        outputs.values[:], outputs.jacobian[:] = result.values, result.jacobian
-        return Timings()
-
-    def linearise(
-        self, evaluation: Evaluation, row_loss: Program, *, curvature: bool, **_: Any
-    ) -> Any:
-        from warpfit_server.engine.interface import Linearisation
-
-        yield None
-        batch = evaluation.batch
-        rows = reference.EvaluatedRows.of(self._dataset, evaluation).weighted()
-        sums = [
-            reference.linearise(
-                batch.program(index), batch.program_parameters(index)[0], rows, row_loss
-            )
-            for index in range(len(batch))
-        ]
-        triangles = [s.curvature[np.tril_indices(len(s.gradient))] for s in sums]
-        return Linearisation(
-            losses=np.array([[s.loss] for s in sums]),
-            gradients=np.concatenate([s.gradient for s in sums]),
-            curvatures=np.concatenate(triangles) if curvature else None,
-        )

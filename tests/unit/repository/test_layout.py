@@ -122,6 +122,18 @@ def test_no_module_imports_itself_by_way_of_others():
     assert circles == []
 
 
+def test_the_client_imports_nothing_of_the_server():
+    """Not even for types, or inside of functions: the server is built on the client."""
+    up = {
+        (name, node.module)
+        for name in MODULES
+        if name.split(".")[0] == "warpfit"
+        for node in ast.walk(ast.parse(MODULES[name].read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("warpfit_server")
+    }
+    assert up == set()
+
+
 @pytest.mark.parametrize("package", ORDERS)
 def test_imports_point_down(package):
     order = ORDERS[package]
