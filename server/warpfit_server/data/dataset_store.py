@@ -1,7 +1,7 @@
 """The resident data sets: copies in shared memory, from which every engine loads them.
 
 The main process owns the data sets. Front ends receive uploads into memory that they hand over, and
-look data sets up in their own registries (`warpfit_server.ipc.registry`). The shared table of
+look data sets up in their own registries (`warpfit_server.ipc.router`). The shared table of
 `warpfit_server.tenancy.quotas` says which calls use a data set.
 """
 

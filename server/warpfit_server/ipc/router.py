@@ -6,28 +6,191 @@ takes. Among engines that are about equally busy a batch goes to the same one ea
 have compiled kernels of it. A request of several milliseconds is split over idle engines, also over
 one that loads the data set in less than half of the request's time: all parts lie in one segment,
 where each engine writes into its slice of the results.
+
+The registry is what a front end knows of the resident data sets, which the main process owns. The
+main process announces and withdraws data sets, and tells which engines hold them. A front end asks
+it for a data set that it does not know, so that NOT_FOUND is only said where the main process says
+so. That it knows one does not keep it resident: what keeps it are the calls that use it, which
+stand in the shared table of `warpfit_server.tenancy.quotas`.
+
+A search by time alone runs on several engines at once, each with a seed of its own. The engines
+exchange nothing. The front of all has the best formula of each size, as far as larger ones are
+better, and the search ends for all where one engine meets the target loss. An engine that is lost
+takes what it had not reported yet with it; the others go on. When the time of one is over, an
+engine that had to load code, and so has begun late, is not waited for: if it is the one that was
+asked first, from its first report on.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from warpfit.calls.splitting import even_bounds
 from warpfit.errors import ResourceExhaustedError, UnavailableError, WarpfitError
 from warpfit.fitting import FitProgress
+from warpfit.ir import Batch
 from warpfit.request import STAGES, Timings
+from warpfit.searching import Front, SearchProgress, SearchReason, SearchRequest
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection, InFlightRequest, unavailable
+from warpfit_server.ipc.messages import FoundDataset
 from warpfit_server.ipc.quarantine import KnownSuspects
-from warpfit_server.ipc.registry import KnownDataset
 from warpfit_server.ipc.segments import MOST_PARTS
 from warpfit_server.tenancy.quotas import QuotaTable
+
+# --------------------------------------------------------------------- the data sets that are known
+
+
+class KnownDataset:
+    """A data set as a front end knows it; as a context manager it stays resident inside the block.
+
+    Args:
+        table: of uses.
+        found: what the main process says of it.
+        load: asks the main process to have an engine, by its number, load a data set.
+    """
+
+    __slots__ = (
+        *("_load", "_loading", "_lock", "_on_withdrawal", "_table"),
+        *("engines", "is_withdrawn", "key", "layout", "slot"),
+    )
+
+    def __init__(
+        self, table: QuotaTable, found: FoundDataset, load: Callable[[int, bytes], Future[None]]
+    ) -> None:
+        self._table = table
+        self.key, self.slot = found.key, found.slot
+        self.layout = found.layout
+        self.engines = frozenset(found.engines)
+        """Numbers of the engines that hold it, as far as this process knows."""
+        self._load = load
+        self._loading: dict[int, Future[None]] = {}
+        self._lock = threading.Lock()
+        self._on_withdrawal: set[Callable[[], None]] = set()
+        self.is_withdrawn = False
+        """Whether it was removed for all callers, so that what may last long has to end."""
+
+    def __enter__(self) -> Self:
+        self._table.use_dataset(self.slot, 1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._table.use_dataset(self.slot, -1)
+
+    def call_on_withdrawal(self, callback: Callable[[], None]) -> None:
+        """Have a function called, by any thread, when the data set is removed for all callers."""
+        with self._lock:
+            self._on_withdrawal.add(callback)
+        if self.is_withdrawn:
+            callback()
+
+    def call_no_more(self, callback: Callable[[], None]) -> None:
+        """Forget what `call_on_withdrawal` was given."""
+        with self._lock:
+            self._on_withdrawal.discard(callback)
+
+    def withdraw(self) -> None:
+        """Take note that no new call may use it."""
+        self.is_withdrawn = True
+        with self._lock:
+            callbacks = list(self._on_withdrawal)
+        for callback in callbacks:
+            callback()
+
+    def load(self, engine: int) -> Future[None]:
+        """Have an engine load it, unless that is under way.
+
+        The future fails with ResourceExhaustedError if the device has no room, with
+        FailedPreconditionError if engines have died of the data set, and with UnavailableError if
+        one may have.
+        """
+        with self._lock:
+            future = self._loading.get(engine)
+            if future is None:
+                future = self._loading[engine] = self._load(engine, self.key)
+                future.add_done_callback(lambda ended: self._loaded(engine, ended))
+        return future
+
+    def _loaded(self, engine: int, ended: Future[None]) -> None:
+        """Take note of the end of a load; the next call asks again if it failed."""
+        self._loading.pop(engine, None)
+        if ended.exception() is None:
+            self.engines |= {engine}
+
+
+class Registry:
+    """The data sets that this front end knows.
+
+    Args:
+        table: of uses.
+        find: asks the main process for a data set; raises DatasetNotFoundError.
+        load: see `KnownDataset`.
+    """
+
+    def __init__(
+        self,
+        table: QuotaTable,
+        find: Callable[[bytes], FoundDataset],
+        load: Callable[[int, bytes], Future[None]],
+    ) -> None:
+        self._table = table
+        self._find = find
+        self._load = load
+        self._known: dict[bytes, KnownDataset] = {}
+
+    def use(self, key: bytes) -> KnownDataset:
+        """Return a data set, to use it in a ``with`` block.
+
+        Raises:
+            DatasetNotFoundError: if it is not resident.
+        """
+        return self._known.get(key) or self.add(self._find(key))
+
+    def add(self, found: FoundDataset) -> KnownDataset:
+        """Know a data set that the main process has found or announced."""
+        known = self._known.get(found.key)
+        if known is None or known.slot != found.slot:
+            known = self._known[found.key] = KnownDataset(self._table, found, self._load)
+        return known
+
+    def forget(self, key: bytes) -> None:
+        """Ask again for a data set that an engine does not know."""
+        self._known.pop(key, None)
+
+    def withdrawn(self, key: bytes) -> None:
+        """Take note that the main process removes a data set."""
+        if (known := self._known.pop(key, None)) is not None:
+            known.withdraw()
+
+    def held(self, key: bytes, engine: int) -> None:
+        """Take note that an engine holds a data set."""
+        if (known := self._known.get(key)) is not None:
+            known.engines |= {engine}
+
+    def unloaded(self, key: bytes) -> None:
+        """Take note that no engine holds a data set any more."""
+        if (known := self._known.get(key)) is not None:
+            known.engines = frozenset()
+
+    def engine_started(self, engine: int) -> None:
+        """Ask again whether an engine holds data sets: a new process may have had no room."""
+        for known in list(self._known.values()):
+            known.engines -= {engine}
+
+    def loads(self, engine: int) -> int:
+        """Return the number of data sets that an engine holds, as far as this process knows."""
+        return sum(engine in known.engines for known in list(self._known.values()))
+
 
 # ---------------------------------------------------------------------- requests of several engines
 
@@ -318,3 +481,161 @@ class Router:
             else:
                 return
         raise refusal or unavailable()
+
+
+# ---------------------------------------------------------------------- searches on several engines
+
+#: Between the seeds of two engines; odd, so that no two of them are equal.
+_SEED_STEP: Final = 0x9E3779B97F4A7C15
+#: An engine has begun late that begins more seconds after another one.
+_LATE: Final = 1.0
+
+
+def seeded(search: SearchRequest, count: int) -> list[SearchRequest]:
+    """Return a search for each of so many engines, the first one as it is.
+
+    One whose end depends on generations or formulas stays alone, because a seed gives it again, and
+    so do those whose formulas have parts.
+    """
+    is_repeatable = search.max_generations or search.max_formulas or search.idle_generations
+    if is_repeatable or search.template is not None or search.definitions:
+        return [search]
+    seeds = [(search.seed + number * _SEED_STEP) % 2**64 for number in range(count)]
+    return [replace(search, seed=seed) for seed in seeds]
+
+
+def merged(fronts: Sequence[Front], *, is_score: bool) -> Front:
+    """Return the best formula of each size, simplest first, as far as larger ones are better.
+
+    Args:
+        fronts: at least one.
+        is_score: whether the greatest loss is the best one.
+    """
+    filled = [front for front in fronts if len(front.sizes)]
+    if len(filled) < 2:
+        return filled[0] if filled else fronts[0]
+    sizes = np.concatenate([front.sizes for front in filled])
+    losses = np.concatenate([front.losses for front in filled])
+
+    def joined(name: str) -> NDArray[Any]:
+        return np.concatenate([getattr(front.batch, name) for front in filled])
+
+    batch = Batch(
+        joined("codes"),
+        joined("values"),
+        joined("lengths"),
+        parameter_counts=joined("parameter_counts"),
+        parameters=joined("parameters"),
+    )
+    badness = -losses if is_score else losses
+    badness = np.where(np.isnan(badness), np.inf, badness)
+    order = np.lexsort((badness, sizes))
+    least = np.minimum.accumulate(badness[order])
+    kept = order[np.append(True, least[1:] < least[:-1])]
+    return Front(batch[kept], sizes[kept], losses[kept])
+
+
+class ParallelSearch:
+    """Searches of several engines, used like one `InFlightRequest`.
+
+    Args:
+        parts: requests that have been sent, at least one.
+        is_score: as of `merged`.
+    """
+
+    def __init__(self, parts: Sequence[InFlightRequest], *, is_score: bool) -> None:
+        self._parts, self._is_score = parts, is_score
+        self._running = list(parts)
+        self._latest: dict[InFlightRequest, SearchProgress] = {}
+        self._begun: dict[InFlightRequest, float] = {}
+        """When each engine that has reported began, on the clock of ``time.monotonic()``."""
+        self._end: messages.RequestFinished | None = None
+        self.device = ",".join(part.device for part in parts)
+        """Labels of the devices."""
+        self.timings: Timings | None = None
+        """The longest time of each stage, once all have finished."""
+
+    def next_reply(self) -> messages.Reply:
+        """Wait for progress of the engine that was asked first, or for the end of all.
+
+        Raises:
+            WarpfitError: if the search failed, or all engines were lost.
+            CancelledError: if it was cancelled.
+        """
+        if self._end is not None:
+            return self._end
+        while self._running:
+            is_progress = self._take(self._running[0])
+            for part in self._running[1:]:
+                if part.replies is not None:
+                    part.replies.receive_now()
+                while part in self._running and not part.queue.empty():
+                    self._take(part)
+            if is_progress and self._running:
+                return messages.SearchProgressed(self._parts[0].number, self._progress(None))
+        return self._ended()
+
+    def _take(self, part: InFlightRequest) -> bool:
+        """Note the next reply of an engine, or that it was lost; return whether it is progress."""
+        try:
+            reply = part.next_reply()
+        except UnavailableError:
+            self._running.remove(part)
+            if not self._running and not self._latest:
+                raise
+            return False
+        if isinstance(reply, messages.RequestFinished):
+            self._running.remove(part)
+        elif isinstance(reply, messages.SearchProgressed):
+            self._latest[part], now = reply.progress, time.monotonic()
+            begun = self._begun[part] = now - reply.progress.seconds
+            reason = reply.progress.reason
+            for other in list(self._running):
+                is_late = self._begun.get(other, now) > begun + _LATE
+                is_met = reason is SearchReason.TARGET_LOSS
+                if other is not part and (is_met or (reason is SearchReason.TIME and is_late)):
+                    other.cancel()
+                    self._running.remove(other)
+            return True
+        return False
+
+    def _ended(self) -> messages.Reply:
+        """Return the last progress; the end comes next."""
+        each = [part.timings for part in self._parts if part.timings is not None]
+        if not each:
+            raise UnavailableError(
+                "all engines of the search were lost", "ENGINE_RESTARTING",
+                "Repeat the call after a short wait",
+            )  # fmt: skip
+        longest = {stage: max(getattr(t, stage) for t in each) for stage in STAGES}
+        self.timings = Timings(**longest, tier=each[0].tier)
+        self._end = messages.RequestFinished(self._parts[0].number)
+        reasons = [one.reason for one in self._latest.values() if one.reason is not None]
+        met = SearchReason.TARGET_LOSS
+        reason = met if met in reasons else reasons[0]
+        return messages.SearchProgressed(self._parts[0].number, self._progress(reason))
+
+    def _progress(self, reason: SearchReason | None) -> SearchProgress:
+        """Return the progress of all engines."""
+        known = list(self._latest.values())
+        total = {
+            name: sum(getattr(one, name) for one in known)
+            for name in ("formulas", "distinct", "fits", "pairs", "restarts")
+        }
+        return SearchProgress(
+            merged([one.front for one in known], is_score=self._is_score),
+            seconds=max(one.seconds for one in known),
+            generations=max(one.generations for one in known),
+            reason=reason,
+            **total,
+        )
+
+    def cancel(self) -> None:
+        """Stop the work, because nobody waits for its result any more."""
+        for part in self._parts:
+            part.cancel()
+
+    def close(self) -> None:
+        """Wait until all engines are done, then give the segments back."""
+        for part in self._parts:
+            part.close()

@@ -29,8 +29,7 @@ from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.messages import Channel, ChannelClosedError, FoundDataset
 from warpfit_server.ipc.quarantine import KnownSuspects, SuspectList
-from warpfit_server.ipc.registry import Registry
-from warpfit_server.ipc.router import Router
+from warpfit_server.ipc.router import Registry, Router
 from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.observability.logs import configure_logging
 from warpfit_server.observability.records import (

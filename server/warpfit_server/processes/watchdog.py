@@ -349,7 +349,8 @@ class Watchdog:
             looks: list[Callable[[], None]] = [
                 partial(engine.look, now, now - self.resumed) for engine in self.engines
             ]
-            for look in (*looks, partial(self.look_at_front_ends, now), self._chores):
+            looks += [partial(self.look_at_front_ends, now), self._chores]
+            for look in looks:
                 try:
                     look()
                 except Exception:  # whatever it is, the others are looked at, and it is tried again

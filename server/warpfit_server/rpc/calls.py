@@ -25,6 +25,8 @@ Whatever a client keeps a thread waiting for has a time limit: a message that it
 that it takes, and the next request of a call. gRPC itself waits for ever, so another thread cancels
 the calls whose time is up. A call that has not sent its first message for a while makes way before
 that if its tenant begins another one for which there is no room.
+
+A failed call ends with a google.rpc.Status, which has warpfit's own detail and the standard ones.
 """
 
 from __future__ import annotations
@@ -39,24 +41,94 @@ from itertools import chain
 from typing import Any, Final
 
 import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
 
+from warpfit.codec import ERROR_METADATA_KEY, error_to_status
 from warpfit.errors import (
     CancelledError,
     DeadlineExceededError,
+    InternalError,
     InvalidArgumentError,
     ResourceExhaustedError,
+    WarpfitError,
 )
 from warpfit.server_info import Limits
 from warpfit_server.config import Config
 from warpfit_server.observability.logs import LOGGED_REQUEST_ID
 from warpfit_server.observability.records import CallRecord, Observer, call_id, ended_status
-from warpfit_server.rpc.error_details import fail_call
-from warpfit_server.system.machine import available_cores
-from warpfit_server.tenancy.admission import Admission
-from warpfit_server.tenancy.authentication import Authenticator, TokenFile
+from warpfit_server.system.machine import available_cores, shortage
+from warpfit_server.tenancy.admission import Admission, TenantTurns
 from warpfit_server.tenancy.quotas import QuotaTable
-from warpfit_server.tenancy.tenants import ANONYMOUS, TenantLimits
-from warpfit_server.tenancy.turns import TenantTurns
+from warpfit_server.tenancy.tenants import ANONYMOUS, Authenticator, TenantLimits, TokenFile
+
+# ------------------------------------------------------------------------------- errors as statuses
+
+_SERVICE_LOG: Final = logging.getLogger("warpfit.service")
+_DOMAIN: Final = "warpfit"
+_FACTS: Final = ("field", "expression", "token", "needed", "available")
+
+
+def fail_call(context: Any, error: Exception, trailing: tuple[tuple[str, str], ...]) -> None:
+    """Give a call the status of an error, unless it has a status already.
+
+    Metadata that every answer carries, ``trailing``, are sent beside those of the error.
+    """
+    if context.code() is not None:
+        return
+    if isinstance(error, grpc.RpcError) and not context.is_active():
+        _SERVICE_LOG.debug("the client went away")
+        return
+    if isinstance(error, CancelledError) and context.time_remaining() == 0:
+        error = DeadlineExceededError(  # gRPC ends such a call as if its caller had cancelled it
+            "the deadline of the call passed", "DEADLINE_EXCEEDED", "Raise timeout="
+        )
+    if not isinstance(error, WarpfitError):
+        known = shortage(error)
+        if known is None:
+            _SERVICE_LOG.error("call failed", exc_info=error)
+        error = known or InternalError(
+            "the server failed on this call", "INTERNAL", "Report it as a bug"
+        )
+    standard = status_pb2.Status(details=_standard_details(error)).SerializeToString()
+    details = ERROR_METADATA_KEY, error_to_status(error, standard)
+    context.set_trailing_metadata((*trailing, details))
+    context.set_code(grpc.StatusCode[error.status])
+    context.set_details(str(error))
+
+
+def _standard_details(error: WarpfitError) -> list[any_pb2.Any]:
+    """Return the applicable details of google.rpc, for tools that know no others."""
+    facts = {name: getattr(error, name) for name in _FACTS}
+    known = {name: str(value) for name, value in facts.items() if value not in (None, "")}
+    messages: list[Any] = [
+        error_details_pb2.ErrorInfo(
+            reason=error.reason, domain=_DOMAIN, metadata={**known, "remedy": error.remedy}
+        )
+    ]
+    if isinstance(error, InvalidArgumentError):
+        place = error.field
+        if error.expression is not None:  # such as programs[3].tokens[4]
+            token = "" if error.token is None else f".tokens[{error.token}]"
+            place = f"programs[{error.expression}]{token}"
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=place, description=error.message
+        )
+        messages.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, ResourceExhaustedError):
+        short = error_details_pb2.QuotaFailure.Violation(
+            subject=error.reason, description=error.message
+        )
+        messages.append(error_details_pb2.QuotaFailure(violations=[short]))
+    if error.retry_after is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after * 1e9))
+        messages.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    packed = [any_pb2.Any() for _ in messages]
+    for entry, message in zip(packed, messages, strict=True):
+        entry.Pack(message)
+    return packed
+
 
 _LOG: Final = logging.getLogger("warpfit.calls")
 #: Most bytes of a message of a method without long ones, and most seconds until it has arrived.

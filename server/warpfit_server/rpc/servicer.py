@@ -27,10 +27,15 @@ from warpfit_server.data.uploads import DataFolder, Upload, UploadStore
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import InFlightRequest
 from warpfit_server.ipc.messages import FoundDataset
-from warpfit_server.ipc.parallel_search import ParallelSearch, seeded
 from warpfit_server.ipc.quarantine import KnownSuspects
-from warpfit_server.ipc.registry import KnownDataset, Registry
-from warpfit_server.ipc.router import Router, SplitRequest
+from warpfit_server.ipc.router import (
+    KnownDataset,
+    ParallelSearch,
+    Registry,
+    Router,
+    SplitRequest,
+    seeded,
+)
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.limits import (
     check_batch,
@@ -44,9 +49,8 @@ from warpfit_server.limits import (
 )
 from warpfit_server.observability.records import CallRecord
 from warpfit_server.rpc.calls import Call, Method
-from warpfit_server.tenancy.admission import Admission, CallCost
+from warpfit_server.tenancy.admission import Admission, CallCost, TenantTurns
 from warpfit_server.tenancy.tenants import key_of
-from warpfit_server.tenancy.turns import TenantTurns
 
 #: Time kept for the last pass and the way back of a partial answer, and as a share of the deadline.
 _ANSWER_SECONDS: Final = 0.05

@@ -23,7 +23,7 @@ from warpfit.searching import (
     Template,
 )
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.parallel_search import ParallelSearch, merged, seeded
+from warpfit_server.ipc.router import ParallelSearch, merged, seeded
 
 #: Formulas with their numbers of parameters.
 FORMULAS = (("p1*x1+p2", 2), ("p1*sin(p2*x1)+p3", 3), ("p1*x1*exp(x2)+p2", 2))

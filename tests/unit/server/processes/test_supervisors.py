@@ -33,7 +33,7 @@ from warpfit_server.data.uploads import Upload
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.messages import Channel, ChannelClosedError
 from warpfit_server.ipc.quarantine import Quarantine
-from warpfit_server.ipc.registry import Registry
+from warpfit_server.ipc.router import Registry
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.observability.records import Recorder
 from warpfit_server.processes.engines import Engines, EngineSupervisor

@@ -15,7 +15,7 @@ from warpfit.errors import (
     ProgramError,
     ResourceExhaustedError,
 )
-from warpfit_server.rpc.error_details import fail_call
+from warpfit_server.rpc.calls import fail_call
 
 
 def sent_status(error):

@@ -10,8 +10,7 @@ from support.servers.server import write_secret
 from warpfit.errors import InvalidArgumentError, UnauthenticatedError
 from warpfit.transport.connection import new_token, token_digest
 from warpfit_server.system import file_watcher
-from warpfit_server.tenancy.authentication import Authenticator, TokenFile
-from warpfit_server.tenancy.tenants import ANONYMOUS
+from warpfit_server.tenancy.tenants import ANONYMOUS, Authenticator, TokenFile
 
 
 class TestTokens:

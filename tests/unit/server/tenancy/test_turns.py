@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from warpfit.errors import CancelledError
-from warpfit_server.tenancy import turns
-from warpfit_server.tenancy.turns import TenantTurns
+from warpfit_server.tenancy import admission
+from warpfit_server.tenancy.admission import TenantTurns
 
 TENANTS = ("greedy", "greedy", "modest", "third")
 
@@ -43,13 +43,13 @@ def test_every_thread_gets_in_and_never_too_many_at_once(many_switches):
     for thread in threads:
         thread.join(30)
     assert not any(thread.is_alive() for thread in threads)
-    assert most["greedy"] <= turns._MOST
+    assert most["greedy"] <= admission._MOST
     assert (shared._inside, shared._waiting) == (Counter(), {})
 
 
 def test_threads_of_a_tenant_are_let_in_in_order_of_arrival():
     shared, order = TenantTurns(), []
-    for _ in range(turns._MOST):
+    for _ in range(admission._MOST):
         shared.acquire("greedy")
     shared.acquire("modest")  # waits for nobody
 
@@ -71,19 +71,19 @@ def test_threads_of_a_tenant_are_let_in_in_order_of_arrival():
 
 
 def test_a_thread_whose_call_has_ended_does_not_wait_for_its_turn(monkeypatch):
-    monkeypatch.setattr(turns, "_CHECK_SECONDS", 0.001)
+    monkeypatch.setattr(admission, "_CHECK_SECONDS", 0.001)
     shared, ended = TenantTurns(), threading.Event()
 
     def check():
         if ended.is_set():
             raise CancelledError("the call has ended", "CANCELLED")
 
-    for _ in range(turns._MOST):
+    for _ in range(admission._MOST):
         shared.acquire("greedy", check)
     ended.set()
     with pytest.raises(CancelledError):
         shared.acquire("greedy", check)
-    for _ in range(turns._MOST):
+    for _ in range(admission._MOST):
         shared.release("greedy")
     assert (shared._inside, shared._waiting) == (Counter(), {})
 
@@ -104,7 +104,7 @@ def test_a_tenant_that_has_used_more_than_its_share_rests_while_another_one_call
     with pytest.raises(CancelledError):
         shared.acquire("greedy", _end)
     assert (shared._inside, shared._waiting) == ({}, {})
-    time.sleep(turns._CALLING_SECONDS)
+    time.sleep(admission._CALLING_SECONDS)
     assert min(seconds("greedy") for _ in range(3)) < 0.1, "it is alone again"
 
 
@@ -125,10 +125,10 @@ def test_what_a_tenant_has_used_is_forgiven_in_time():
     for _ in range(3):
         shared.charge("greedy", 1000.0)
     shared.acquire("modest")
-    assert shared._used_until["greedy"] <= time.monotonic() + turns._LONGEST_REST
+    assert shared._used_until["greedy"] <= time.monotonic() + admission._LONGEST_REST
     expected = shared.rest("greedy")
-    assert expected / turns._SHARE <= turns._LONGEST_REST, "the next thread rests no longer"
-    assert shared._used_until["greedy"] <= time.monotonic() + turns._LONGEST_REST
+    assert expected / admission._SHARE <= admission._LONGEST_REST, "the next thread rests no longer"
+    assert shared._used_until["greedy"] <= time.monotonic() + admission._LONGEST_REST
 
 
 def _end():
@@ -136,7 +136,7 @@ def _end():
 
 
 def test_any_number_of_tenants_takes_little_memory(monkeypatch):
-    monkeypatch.setattr(turns, "_MOST_CHARGED", 10)
+    monkeypatch.setattr(admission, "_MOST_CHARGED", 10)
     shared = TenantTurns()
     shared.charge("long", 100.0)
     for number in range(1000):
