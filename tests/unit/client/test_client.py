@@ -48,16 +48,6 @@ def test_a_row_range_selects_rows(client):
             np.testing.assert_array_equal(found, values[start:stop])
 
 
-def test_run_returns_only_what_is_asked_for(client):
-    data = client.upload(X, Y)
-    assert client.run(data, "x1").losses is None
-    assert client.run(data, "x1", loss="mse").values is None
-    both = client.run(data, "x1", loss="mse", values=True)
-    assert both.values.shape == (60, 1)
-    assert both.losses.shape == (1,)
-    assert both.timings.tier is warpfit.Tier.INTERPRETER
-
-
 # ------------------------------------------------------------------------------------------ upload
 
 

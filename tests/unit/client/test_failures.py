@@ -78,15 +78,6 @@ def test_a_message_over_the_clients_limit_names_both_sizes():
     assert caught.value.available == 2000
 
 
-def test_a_deadline_ends_a_call_that_hangs(server):
-    with serve(server) as (address, servicer), warpfit.connect(address) as client:
-        data = client.upload(X)
-        servicer.hang = True
-        with pytest.raises(warpfit.DeadlineExceededError):
-            client.evaluate(data, "x1", timeout=0.2)
-        assert servicer.cancelled.wait(10)
-
-
 def test_an_interrupt_cancels_the_call_on_the_server(server):
     with serve(server) as (address, servicer), warpfit.connect(address) as client:
         data = client.upload(X)
@@ -341,7 +332,6 @@ CASES = {
     "Did you mean tolerance": lambda c, d: c.simplify(d, ["x1"], tolerence=0.1),
     "Did you mean names": lambda c, d: c.upload(ROWS, name=("a", "b")),
     "no keyword 'columns'": lambda c, d: c.open("a.parquet", columns=["a"]),
-    "rows is 5": evaluate(rows=5),
     "rows is '0:5'": evaluate(rows="0:5"),
     "rows is array": evaluate(rows=np.arange(5)),
     r"rows is array\(\[ True[^\n]{,60}\.\.\. Give": evaluate(rows=np.ones(60, bool)),
@@ -350,25 +340,19 @@ CASES = {
     "no vector of numbers: 1.0": evaluate(list(BOTH), [1.0, 2.0]),
     "no vector of numbers: 2.0": evaluate("p1", 2.0),
     "codes .* of dtype int64": evaluate(Population(np.array([1]), np.zeros(1), np.ones(1, U4))),
-    "lengths .* of dtype int64": evaluate(Population(np.ones(1, U1), np.zeros(1), np.array([1]))),
-    "codes .* of dtype None": evaluate(Population([1], np.zeros(1), np.ones(1, U4))),
     "values .* of dtype float32": evaluate(
         Batch(*(np.ones(1, kind) for kind in (U1, "f4", U4)), np.zeros(1, U4), np.empty(0))
     ),
     r"bounds is \[\(0, 2\), \(0, 3\)\]. Give a tuple": fit(bounds=[(0, 2), (0, 3)]),
     r"bounds is \(0,\)": fit(bounds=(0,)),
-    "bounds is 'a'": fit(bounds=("a", 1)),
     r"fixed is \[\[2\]\]. Give a truth value": fit(fixed=[[2]]),
-    r"fixed is \[\[0, -1\]\]. Give a truth value": fit(fixed=[[0, -1]]),
     "fixed is 'p1'. Give a truth value": fit(fixed="p1"),
     "expressions is a set. Give a list": evaluate({"x1"}),
-    "expressions is a dict. Give a list": evaluate({"x1": 1}),
     "y has 0 dimensions. Give one number for each row": lambda c, d: c.upload(ROWS, 1.0),
     "weights has 0 dimensions. Give one number": lambda c, d: c.upload(ROWS, ROWS[:, 0], 2.0),
     r"name 'e1'.*Did you mean e\?": lambda c, d: warpfit.parse("e1", ("e", "b")),
     "progress is True": fit(progress=True),
     r"p2 has a bound that is not a number": fit(bounds=([[0.0, np.nan]], np.inf)),
-    "p1 has a bound that is not a number": fit(bounds=(None, np.nan)),
     "p1 has bounds between which no number": fit(bounds=(np.inf, np.inf)),
     "p1 has a lower bound above its upper": fit(bounds=(1.0, 0.0)),
     "data is of type int": lambda c, d: c.release(5),

@@ -127,18 +127,14 @@ TIMES = 1.7e9 + 1000 * SPREAD
     ("column", "loses"),
     [
         (TIMES, True),
-        (TIMES.astype(np.int64), True),
         (np.where(SPREAD < 0.5, np.nan, TIMES), True),
-        (np.where(SPREAD < 0.5, np.inf, TIMES), True),
         (1e-47 * SPREAD, True),
         (1e-33 * SPREAD, False),
         (1.7e9 + 1e6 * SPREAD, False),
         (np.arange(16_000_000, 16_001_000), False),
         (np.arange(16_000_000, 16_001_000).astype(float), False),
-        (np.full(1000, 0.1), False),
         (np.full(1000, np.nan), False),
         (100 + SPREAD, False),
-        (1.7e9 + np.float32(SPREAD), False),
         (TIMES.astype(np.float32), False),
     ],
 )

@@ -9,10 +9,11 @@ import pytest
 import warpfit
 import warpfit.testing
 from warpfit.calls.dataset_handle import warn_of_range
-from warpfit.expressions.reference import evaluate_program
 from warpfit.request import Result
 
 X = np.linspace(1.0, 3.0, 50)[:, None]
+#: In SI units, at 1e14 Hz for a row of 1.
+PLANCK = "2*6.62607015e-34*(1e14*x1)^3/299792458^2/(exp(6.62607015e-20*x1/(1.380649e-23*p1)) - 1)"
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,7 @@ def client():
         ("x1*1.380649e-23^4/1e-91", [], r"1\.380649e-23 \^ 4"),
         ("(1e30*x1)^2/1e60", [], r"of expression 0, which reaches 1e\+60"),
         ("p1*x1/p2", [1e40, 1e40], "p1"),
+        (PLANCK, [4000.0], r"e-34|\^ 3"),
     ],
 )
 def test_expressions_are_warned_of_by_name(client, text, parameters, named):
@@ -107,21 +109,6 @@ def test_only_what_a_person_wrote_is_looked_at_and_not_for_ever(client, monkeypa
     assert looked[10:] == [0] * 100
 
 
-PLANCK = "2*6.62607015e-34*x1^3/299792458^2/(exp(6.62607015e-34*x1/(1.380649e-23*p1)) - 1)"
-
-
-def test_plancks_law_in_si_units(client):
-    frequency = np.linspace(1e13, 1e15, 80)
-    target = evaluate_program(warpfit.parse(PLANCK), frequency[None], [5778.0])
-    data = client.upload(frequency[:, None], target)
-    assert data.layout.dtype == np.float64
-    fit = client.optimize(data, [PLANCK], [[4000.0]], accuracy="final")
-    np.testing.assert_allclose(fit.parameters[0], [5778.0], rtol=1e-6)
-    single = client.upload(frequency[:, None], target, dtype="float32")
-    with pytest.warns(warpfit.PrecisionWarning, match=r"cannot hold .*x1 \^ 3"):
-        client.evaluate(single, [PLANCK], [[4000.0]], loss="mse")
-
-
 def test_suspects_are_looked_at_whatever_their_numbers_are(client):
     data = client.upload(1e8 * X, X[:, 0], dtype="float32")
     batch = warpfit.Batch.of([warpfit.parse(t) for t in ("x1", "p1*x1^5/x1^4")], [[], [1.0]])
@@ -134,11 +121,9 @@ def test_suspects_are_looked_at_whatever_their_numbers_are(client):
     [
         (X, X[:, 0], "float32"),
         (1e14 * X, X[:, 0], "float64"),
-        (X, 1e-19 * X[:, 0], "float64"),
         ((1e14 * X).astype(np.float32), X[:, 0], "float64"),
         (np.full((50, 1), 1e-50), X[:, 0], "float64"),
         (1.7e9 + X, X[:, 0], "float64"),
-        (1e300 * X, X[:, 0], "float64"),
         (np.zeros((50, 1)), X[:, 0], "float32"),
     ],
 )

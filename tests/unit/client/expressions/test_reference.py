@@ -5,12 +5,11 @@ import math
 import mpmath
 import numpy as np
 import pytest
-from hypothesis import given
 
-from support.engines.operators import edge_values, matrices, programs, vectors
+from support.engines.operators import edge_values
 from warpfit.expressions import reference, special
 from warpfit.ir import Program
-from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
+from warpfit.ops import OPERATORS
 
 INF, NAN = math.inf, math.nan
 
@@ -115,34 +114,6 @@ def test_operators_by_hand(name):
         program = Program.apply(name, *(Program.variable(i) for i in range(len(operands))))
         got = reference.evaluate_program(program, np.array(operands)[:, np.newaxis])
         np.testing.assert_allclose(got, [wanted], rtol=4e-16, atol=0, err_msg=str(operands))
-
-
-@given(programs(), matrices(), vectors(2))
-def test_rows_are_independent(program, variables, parameters):
-    together = reference.evaluate_program(program, variables, parameters)
-    alone = [
-        reference.evaluate_program(program, variables[:, row : row + 1], parameters)[0]
-        for row in range(variables.shape[1])
-    ]
-    assert together.shape == (variables.shape[1],)
-    np.testing.assert_allclose(together, alone, rtol=1e-9)
-
-
-@given(programs(parameters=2), vectors(2))
-def test_parameters_act_as_constants(program, parameters):
-    variables = np.array([[0.5, -2.0], [1.5, 0.0], [-1.0, 3.0]])
-    fixed = program.fold(
-        lambda code, value: (
-            Program([code], [value])
-            if code in (CONSTANT, VARIABLE)
-            else Program.constant(parameters[int(value)])
-        ),
-        lambda row, operands: Program.apply(row, *operands),
-    )
-    np.testing.assert_array_equal(
-        reference.evaluate_program(program, variables, parameters),
-        reference.evaluate_program(fixed, variables),
-    )
 
 
 @pytest.mark.parametrize("name", [row.name for row in OPERATORS.values() if row.arity == 2])

@@ -225,15 +225,6 @@ def test_other_languages_are_refused():
         parse("x1").code("matlab")
 
 
-def test_text_is_plain():
-    code = parse("2*a + b^2 - c/3 + log1p(a) - 1", ["a", "b", "c"]).code("c", ["a", "b", "c"])
-    assert "return 2.0 * a + b * b - c / 3.0 + log1p(a) - 1.0;" in code
-    assert "double formula(double a, double b, double c)" in code
-    assert parse("x2").to_numpy()(np.eye(2)).tolist() == [0.0, 1.0]
-    assert Program([VARIABLE], [0]).latex(["speed"]) == r"\text{speed}"
-    assert str(parse("a/a", ["a"]).sympy(["a"])) == "1"
-
-
 # ------------------------------------------------------------------------------------------ values
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from support.random_programs import random_program
 from warpfit.expressions.reference import evaluate_program
-from warpfit.formulas.intervals import _RULES, Boxes, DefinedRegion, intervals
+from warpfit.formulas.intervals import Boxes, DefinedRegion, intervals
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS
 from warpfit.parse import parse
@@ -39,12 +39,6 @@ def check(program, low, high, seed=0):
     return bool(found.defined[0])
 
 
-def test_every_operator_has_a_rule():
-    assert _RULES.keys() <= OPERATORS.keys()
-    missing = OPERATORS.keys() - _RULES.keys()
-    assert not missing, f"without a rule, formulas with {missing} are proved nowhere"
-
-
 @pytest.mark.parametrize("name", sorted(OPERATORS))
 @settings(max_examples=12)
 @given(data=st.data())
@@ -55,12 +49,13 @@ def test_an_operator_stays_in_its_interval(name, data):
     check(program, [low for low, _ in ends], [high for _, high in ends])
 
 
-@pytest.mark.parametrize("name", sorted(OPERATORS.keys() - {"gamma", "lgamma"}))
+@pytest.mark.parametrize("name", sorted(OPERATORS))
 def test_every_operator_is_proved_somewhere(name):
-    """The rules are no empty promise: on [0.3, 0.9] all operators are defined."""
+    """The rules are no empty promise: on [0.3, 0.9], or [3.0, 3.9], all operators are defined."""
     arity = OPERATORS[name].arity
     program = Program.apply(name, *map(Program.variable, range(arity)))
-    assert check(program, [0.3] * arity, [0.9] * arity)
+    low = 3.0 if "gamma" in name else 0.3
+    assert check(program, [low] * arity, [low + 0.6] * arity)
 
 
 @given(

@@ -56,22 +56,17 @@ def test_units_that_are_not_known_or_do_not_fit(units, reason):
 @pytest.mark.parametrize(
     ("text", "sound"),
     [
-        ("v + w", True),
         ("v + t", False),
         ("v*t + 3*w", True),  # 3 may be a time
         ("v*t + w", False),
         ("square(v)/w - w", True),
-        ("sqrt(v*w) - v", True),
         ("exp(v)", False),
-        ("exp(2*v)", True),
         ("exp(v/w)*m", True),
         ("sin(angle) + angle", True),
         ("m*(1 - square(v/w))", True),
-        ("(m + v)/(m + v)", False),
         ("v^angle", False),
         ("v^2.5 + w", True),
         ("min(v, t)", False),
-        ("where(v < w, m, m)", True),
         ("where(v < t, m, m)", False),
         ("fma(v, t, w)", False),
     ],
