@@ -1,16 +1,14 @@
 """The operator table: codes, kernel language and conventions of the derivatives.
 
-`expressions/test_derivatives.py` compares all derivatives with differences.
+`expressions/test_derivatives.py` compares all derivatives with differences, and the engines' tests
+the kernels with NumPy.
 """
 
 import numpy as np
 import pytest
 
-from support.engines.operators import edge_values
 from warpfit.expressions import special
-from warpfit.ops import FIRST_OPERATOR, KERNEL_FUNCTIONS, OPERATORS, Operator
-
-ROWS = pytest.mark.parametrize("row", OPERATORS.values(), ids=list(OPERATORS))
+from warpfit.ops import FIRST_OPERATOR, KERNEL_FUNCTIONS, OPERATORS
 
 #: Codes are a contract with every client ever built: a line here never changes.
 CODES = {
@@ -38,37 +36,10 @@ def kernel(text, **operands):
         return np.asarray(eval(text, {**KERNEL_NAMESPACE, **operands}), dtype=np.float64)
 
 
-def expected(row: Operator, operands):
-    with np.errstate(all="ignore"):
-        return np.asarray(row.numpy(*operands), dtype=np.float64)
-
-
-def edge_grid(row: Operator):
-    """All combinations of edge values (a part of them for three operands), and random numbers."""
-    edges = np.array(edge_values())
-    edges = edges[::3] if row.arity == 3 else edges
-    grid = np.stack([axis.ravel() for axis in np.meshgrid(*[edges] * row.arity, indexing="ij")])
-    random = np.random.default_rng(row.code).normal(0, 3, size=(row.arity, 500))
-    return np.concatenate([grid, random], axis=1)
-
-
 def test_codes_are_frozen():
     assert {name: row.code for name, row in OPERATORS.items()} == CODES
     assert len(set(CODES.values())) == len(CODES)
     assert all(FIRST_OPERATOR <= code < 256 for code in CODES.values())
-
-
-@ROWS
-def test_kernel_computes_what_numpy_computes(row):
-    operands = edge_grid(row)
-    want = expected(row, operands)
-    got = np.broadcast_to(
-        kernel(row.kernel, **dict(zip(row.operands, operands, strict=True))), want.shape
-    )
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-    np.testing.assert_allclose(got, want, rtol=4 * np.finfo(float).eps, atol=0)
-    zero = want == 0
-    np.testing.assert_array_equal(np.signbit(got)[zero], np.signbit(want)[zero])
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from warpfit.embedded import embedded_server
 from warpfit.errors import InvalidArgumentError, ParseError
 from warpfit.expressions import reference
-from warpfit.expressions.language import ALIASES
 from warpfit.frontends import deap
 from warpfit.frontends.pysr import from_pysr
 from warpfit.ir import Population, Program
 from warpfit.ops import OPERATORS
-from warpfit.parse import Parser, function, parse, place_in
+from warpfit.parse import Parser, parse, place_in
 
 X1, X2, X3 = (Program.variable(index) for index in range(3))
 P1, P2 = Program.parameter(0), Program.parameter(1)
@@ -114,13 +113,6 @@ def test_every_operator_by_name_and_symbol(row):
     if row.symbol:
         infix = f"{texts[0]} {row.symbol} {texts[-1]}"
         assert parse(infix if row.arity == 2 else f"{row.symbol} {texts[0]}") == wanted
-
-
-@pytest.mark.parametrize("alias", ALIASES)
-def test_aliases(alias):
-    row = function(ALIASES[alias])
-    operands = ", ".join(["x1", "x2", "x3"][: row.arity])
-    assert parse(f"{alias}({operands})") == parse(f"{row.name}({operands})")
 
 
 def test_names_of_the_data_set():

@@ -73,19 +73,6 @@ def test_the_fast_test_agrees_with_the_exact_checks(drawn, damages, spare):
         assert fast(batch) == compiled(batch) == exact(batch)
 
 
-@given(
-    st.lists(st.sampled_from(CODES), min_size=1, max_size=30),
-    st.lists(st.integers(1, 6), min_size=1, max_size=8),
-)
-def test_any_sequence_of_codes_is_judged_alike(codes, lengths):
-    ends = np.minimum(np.cumsum(lengths), len(codes))
-    ends[-1] = len(codes)
-    lengths = np.diff([0, *ends]).astype(np.uint32)
-    counts = np.ones(len(lengths), np.uint32)
-    batch = Batch(np.array(codes, np.uint8), np.zeros(len(codes)), lengths, counts, counts * 0.0)
-    assert fast(batch) == compiled(batch) == exact(batch)
-
-
 def test_an_unknown_code_is_found_at_every_height_of_the_stack():
     for height in (*range(1, 300), 2**15 + 1, 2**16 + 1):
         codes = np.array([CONSTANT] * height + [0], np.uint8)
