@@ -15,18 +15,11 @@ X = np.random.default_rng(6).normal(size=(40, 2)).astype(np.float32)
 Y = X[:, 0] - X[:, 1]
 
 
-@pytest.fixture(params=["in process", "grpc"])
-def run(request, server):
-    """Runs ``test(client)`` in an event loop."""
+@pytest.fixture
+def run(server):
+    """Runs ``test(client)`` in an event loop, over gRPC."""
 
-    def in_process(test):
-        async def body():
-            async with testing.async_client(server) as client:
-                return await test(client)
-
-        return asyncio.run(body())
-
-    def over_grpc(test):
+    def run(test):
         async def body(address):
             async with warpfit.connect_async(address, retry=QUICK) as client:
                 return await test(client)
@@ -34,7 +27,7 @@ def run(request, server):
         with serve(server) as (address, _):
             return asyncio.run(body(address))
 
-    return in_process if request.param == "in process" else over_grpc
+    return run
 
 
 def test_values_and_losses(run):

@@ -17,8 +17,6 @@ import warpfit
 CLIENT = Path(__file__).resolve().parents[3] / "client"
 #: Expressions of a caller, and what a checker is to know of them.
 REVEALED = {
-    "client": "warpfit.client.Client",
-    "data": "warpfit.client.UploadedDataset",
     "client.evaluate(data, texts)": "ndarray[…, dtype[floating[…]]]",
     "client.evaluate(data, texts, rows=(0, 2), tier='compiled')": "ndarray[…, dtype[floating[…]]]",
     "client.evaluate(data, texts, loss='mse')": "ndarray[…, dtype[float64]]",
@@ -27,10 +25,7 @@ REVEALED = {
         "ndarray[…, dtype[float64]]"
     ),
     "client.evaluate(data, texts, jacobian=flag)": "ndarray[…, dtype[floating[…]]] | list[",
-    "client.run(data, texts, values=True)": "warpfit.calls.results.Answer",
-    "client.run(data, texts).jacobians": "list[ndarray[…, dtype[floating[…]]]] | None",
     "client.optimize(data, texts)": "warpfit.calls.results.Fit",
-    "client.optimize(data, texts).parameters[0]": "ndarray[…, dtype[float64]]",
     "client.propose(data, texts).best": "warpfit.calls.proposals.Proposal | None",
     "client.search(data, seconds=1.0).best": "warpfit.ir.Program",
     "warpfit.connect_async().evaluate(data, texts, loss='mse')": (
