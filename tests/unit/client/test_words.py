@@ -28,7 +28,11 @@ def found():
         data = client.upload(ROWS, ROWS[:, 0])
         fit = client.optimize(data, ["p1*x1"])
         answer = client.run(data, ["x1"], loss="mse")
-        yield {"client": client, "data": data, "fit": fit, "answer": answer, "warpfit": warpfit}
+        of_search = client.search(data, generations=1)
+        yield {
+            "client": client, "data": data, "fit": fit, "answer": answer, "warpfit": warpfit,
+            "search": of_search,
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -41,6 +45,7 @@ def found():
         ("data", "shape", "Use layout"),
         ("data", "close", r"Use client.release\(data\)"),
         ("client", "fit", "Use optimize"),
+        *(("search", name, "Use ") for name in ("front", "equations_", "to_pandas", "get_best")),
         ("client", "optimise", r"Did you mean optimize\?"),
         ("warpfit", "SymbolicRegressor", "Write: from warpfit.sklearn import SymbolicRegressor"),
         ("warpfit", "conect", r"Did you mean connect\?"),
@@ -72,23 +77,12 @@ def test_what_cannot_be_found_harms_no_copy(found):
         assert getattr(one, "nothing", 3) == 3
 
 
-def test_formulas_of_a_search_are_a_sequence():
-    batch = warpfit.Batch.of([warpfit.parse("p1"), warpfit.parse("p1*x1")], [[1.0], [2.0]])
-    from warpfit.calls.search import SearchResult
-
-    counts = {"generations": 1, "tried": 1, "distinct": 1, "fits": 1, "pairs": 0, "restarts": 0}
-    result = SearchResult(
-        batch, np.array([1, 3]), np.array([2.0, 0.0]), None, 1.0, **counts,
-        interruptions=0, timings=None, names=("t",),
-    )  # fmt: skip
-    assert [str(formula) for formula in result] == ["1", "2 * x1"]
-    assert result[-1] == result.best == result.formula(1)
+def test_formulas_of_a_search_are_a_sequence(found):
+    result = found["search"]
+    assert [str(formula) for formula in result] == [*result.texts]
+    assert result[-1] == result.best == result.formula(len(result) - 1)
     with pytest.raises(IndexError):
-        result[2]
-    for name in ("front", "equations_", "to_pandas", "get_best"):
-        with pytest.raises(AttributeError, match="Use "):
-            getattr(result, name)
-        assert not hasattr(result, name)
+        result[len(result)]
 
 
 @pytest.mark.parametrize(

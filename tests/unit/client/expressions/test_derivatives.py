@@ -1,4 +1,4 @@
-"""Derivatives in NumPy: the table's derivative column against complex steps and differences."""
+"""Derivatives in NumPy: the table's derivative column against differences."""
 
 from functools import partial
 
@@ -12,14 +12,6 @@ from warpfit.expressions.reference import differentiate, evaluate_program
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS, VARIABLE, Operator
 
-#: Operators whose NumPy function takes complex numbers and is analytic where it is smooth.
-COMPLEX = {
-    *("add", "sub", "mul", "div", "pow", "neg", "log", "exp", "sqrt", "inv", "square", "cube"),
-    *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "log1p", "expm1"),
-    *("log2", "log10", "fma"),
-}
-STEP = 1e-30
-
 
 def points(row: Operator) -> np.ndarray:
     """Operands at a distance from every kink and pole, where the operator is defined."""
@@ -31,6 +23,8 @@ def points(row: Operator) -> np.ndarray:
     if row.name == "mod":
         quotient = drawn[0] / drawn[1]
         clear &= np.abs(quotient - np.round(quotient)) > 0.03 * (1 + abs(quotient)) / abs(drawn[1])
+    if row.name == "tan":
+        clear &= np.abs(np.cos(drawn[0])) > 0.3
     with np.errstate(all="ignore"):
         clear &= np.isfinite(row.numpy(*drawn)) & (np.abs(row.numpy(*drawn)) < 1e3)
     chosen = drawn[:, clear]
@@ -53,22 +47,7 @@ def difference(function, at: np.ndarray, index: int, step: float) -> np.ndarray:
     return total / (840 * step)
 
 
-@pytest.mark.parametrize("name", sorted(COMPLEX))
-def test_operators_against_complex_steps(name):
-    row = OPERATORS[name]
-    at = points(row)
-    _, slopes = differentiate(applied(name), at, by=VARIABLE)
-    for index in range(row.arity):
-        operands = at.astype(complex)
-        operands[index] += STEP * 1j
-        with np.errstate(all="ignore"):
-            want = np.asarray(row.numpy(*operands)).imag / STEP
-        defined = np.isfinite(want) & np.isfinite(slopes[index])
-        assert defined.mean() > 0.4
-        np.testing.assert_allclose(slopes[index][defined], want[defined], rtol=1e-9, atol=1e-300)
-
-
-@pytest.mark.parametrize("name", sorted(set(OPERATORS) - COMPLEX))
+@pytest.mark.parametrize("name", OPERATORS)
 def test_operators_against_differences(name):
     row = OPERATORS[name]
     at = points(row)
