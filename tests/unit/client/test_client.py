@@ -1,4 +1,4 @@
-"""Answers and uploads of the blocking client, in process and over gRPC."""
+"""Answers and uploads of both clients, in process and over gRPC."""
 
 import asyncio
 import inspect

@@ -1,4 +1,4 @@
-"""Words of other packages: the error says which word of ours is meant."""
+"""Words of other packages and slips: the error says which word is meant."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Arrays without axes, half characters, and names without an order, wherever they are given."""
+"""Arguments of every kind: without axes, order or whole characters; and batches made of them."""
 
 import math
 

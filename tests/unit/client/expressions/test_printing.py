@@ -1,4 +1,4 @@
-"""Programs as text and LaTeX, and the place of a token in the text."""
+"""Programs as text and LaTeX, exact and to be read, and the place of a token in the text."""
 
 import struct
 from string import Formatter

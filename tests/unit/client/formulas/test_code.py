@@ -1,4 +1,4 @@
-"""The text of programs in other languages, and NumPy functions. `test_languages` runs the texts."""
+"""Programs in other languages and as NumPy functions: their text, and what it computes."""
 
 from __future__ import annotations
 

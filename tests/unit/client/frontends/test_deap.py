@@ -1,4 +1,4 @@
-"""DEAP trees against DEAP's own compiler."""
+"""DEAP trees against DEAP's own compiler, and `Evaluator` in its algorithms."""
 
 import functools
 import math

@@ -31,6 +31,11 @@ def texts(program):
     return str(program), to_latex(program)
 
 
+def front_of(programs, losses, r2s=None, **options):
+    found = zip(programs, losses, r2s or [0.5] * len(losses), strict=True)
+    return build_front(list(found), len, texts, length, 2.0, **options)
+
+
 def judge_of(X, y, held_out=0, scale=1.0):
     """Return the selection of formulas by MSE on rows, the last ones of which are held out."""
     training = TrainingData(X, y, np.ones(len(y)))
@@ -53,38 +58,36 @@ def test_equations_without_a_loss_are_left_out(order):
 @pytest.mark.parametrize("r2", [-0.1, -math.inf])
 @pytest.mark.parametrize("criterion", SELECTIONS)
 def test_rows_held_out_refuse_formulas(criterion, r2):
-    given, losses = ["1", "x1 + 1", "log(x1) + 1"], [2.0, 1.0, 1e-9]
-    found = list(zip(map(parse, given), losses, [-0.01, 0.5, r2], strict=True))
-    front = build_front(found, len, texts, length, 2.0)
+    programs = [*map(parse, ("1", "x1 + 1", "log(x1) + 1"))]
+    given = programs, [2.0, 1.0, 1e-9], [-0.01, 0.5, r2]
+    front = front_of(*given)
     assert [equation.is_supported for equation in front] == [True, True, False]
-    assert front[selected(front, criterion)].program != found[2][0]
-    other = build_front(found, len, texts, length, 2.0, predicts_mean=False)
-    assert other[2].is_supported == (r2 > -math.inf)
-    alone = build_front(found[2:], len, texts, length, 2.0)
-    assert selected(alone, criterion) == 0
+    assert front[selected(front, criterion)].program != programs[2]
+    assert front_of(*given, predicts_mean=False)[2].is_supported == (r2 > -math.inf)
+    assert selected(front_of(*(each[2:] for each in given)), criterion) == 0
 
 
 def test_what_predicts_best_stays_and_is_chosen_though_others_fit_better():
-    programs = [parse(text) for text in ("x1", "exp(x1)", "x1 + 3*x2", "sin(9*exp(x1))")]
-    found = list(zip(programs, [2.0, 1.9, 1.5, 1.0], [0.5] * 4, strict=True))
-    found[2], found[3] = found[3], found[2]
-    assert len(build_front(found, len, texts, length, 2.0)) == 3
-    lengths = dict(zip(programs, [40.0, 39.0, 31.0, 50.0], strict=True))
-    front = build_front(found, len, texts, length, 2.0, predictive=lengths)
+    programs = [parse(text) for text in ("x1", "exp(x1)", "sin(9*exp(x1))", "x1 + 3*x2")]
+    losses = [2.0, 1.9, 1.0, 1.5]
+    assert len(front_of(programs, losses)) == 3
+    lengths = dict(zip(programs, [40.0, 39.0, 50.0, 31.0], strict=True))
+    front = front_of(programs, losses, predictive=lengths)
     assert len(front) == 4
-    assert front[selected(front, "prediction")].program == programs[2]
-    assert front[selected(front, "accuracy")].program == programs[3]
-    # What predicts hardly worse and is shorter is chosen, too.
-    front = build_front(found, len, texts, length, 2.0, predictive=lengths | {programs[3]: 32.5})
     assert front[selected(front, "prediction")].program == programs[3]
+    assert front[selected(front, "accuracy")].program == programs[2]
+    # What predicts hardly worse and is shorter is chosen, too.
+    front = front_of(programs, losses, predictive=lengths | {programs[2]: 32.5})
+    assert front[selected(front, "prediction")].program == programs[2]
     assert all(equation.score >= 0.0 for equation in front)
     # One with a surprise is chosen only where it predicts better.
-    for predicted, chosen in ((32.5, 2), (28.0, 3)):
-        own = lengths | {programs[3]: predicted}
-        front = build_front(
-            *(found, len, texts, length, 2.0), predictive=own,
-            surprise=lambda program, _: 15.0 * (program == programs[3]),
-        )  # fmt: skip
+
+    def surprise(program, _):
+        return 15.0 * (program == programs[2])
+
+    for predicted, chosen in ((32.5, 3), (28.0, 2)):
+        own = lengths | {programs[2]: predicted}
+        front = front_of(programs, losses, predictive=own, surprise=surprise)
         assert front[selected(front, "prediction")].program == programs[chosen]
 
 
@@ -315,16 +318,13 @@ def test_linear_regression_is_the_null_model(rows, columns, most, takes_part):
 @pytest.mark.parametrize(("own", "chosen"), [(33.1, 2), (32.9, 4), (31.0, 4)])
 def test_a_formula_is_chosen_that_predicts_better_than_linear_regression(own, chosen):
     texts_of = ("x1", "exp(x1)", "x1 + 3*x2", "sin(9*exp(x1))", "x1 + 2*x2 + 3*x3 + 4*x4")
-    programs = [parse(text) for text in texts_of]
-    found = list(zip(programs, [2.0, 1.9, 1.5, 1.0, 1.2], [0.5] * 5, strict=True))
+    programs, losses = [parse(text) for text in texts_of], [2.0, 1.9, 1.5, 1.0, 1.2]
     lengths = dict(zip(programs, [40.0, 39.0, 31.0, 50.0, own], strict=True))
-    front = build_front(found, len, texts, length, 2.0, predictive=lengths, null=programs[4])
-    assert [each.is_linear_regression for each in front] == [
-        e.program == programs[4] for e in front
-    ]
+    front = front_of(programs, losses, predictive=lengths, null=programs[4])
+    assert all(each.is_linear_regression == (each.program == programs[4]) for each in front)
     assert front[selected(front, "prediction")].program == programs[chosen]
     # Of laws no predictive length is known, and the shortest description is chosen.
-    front = build_front(found, len, texts, length, 2.0, null=programs[4])
+    front = front_of(programs, losses, null=programs[4])
     assert front[selected(front, "prediction")] == min(front, key=lambda e: e.description_length)
 
 
@@ -362,13 +362,10 @@ def test_linear_regression_is_not_chosen_where_a_formula_predicts_all_rows_bette
     r2, structure, chosen
 ):
     programs = [parse("exp(x1)"), parse("x1 + 2*x2 + 3*x3 + 4*x4")]
-    found = list(zip(programs, [1.5, 1.2], [r2, 0.5], strict=True))
     lengths = dict(zip(programs, [33.0, 31.0], strict=True))
     counted = dict(zip(programs, [structure, 0.0], strict=True))
-    front = build_front(
-        found, len, texts, length, 2.0, predictive=lengths, null=programs[1],
-        structure=counted.__getitem__,
-    )  # fmt: skip
+    options = {"predictive": lengths, "null": programs[1], "structure": counted.__getitem__}
+    front = front_of(programs, [1.5, 1.2], [r2, 0.5], **options)
     assert front[selected(front, "prediction")].program == programs[chosen]
 
 

@@ -1,4 +1,4 @@
-"""Formulas as matrices: what simplification makes of them, and the rules that they keep to."""
+"""Formulas as matrices, the rules that they keep to, and their units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses of servers, and files that hold them."""
+"""Addresses of servers, files that hold them, servers on Ray, and credentials."""
 
 import os
 import socket
