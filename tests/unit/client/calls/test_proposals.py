@@ -31,6 +31,13 @@ def table(seed=0):
     return X, 2.0 * np.exp(0.5 * X[:, 0]) + X[:, 1] + rng.normal(0.0, 0.01, ROWS)
 
 
+def proposed(rows, skeletons, names=NAMES, **options):
+    """Propose skeletons for rows (X, y, weights)."""
+    with warpfit.testing.client() as client:
+        data = client.upload(*rows, names=names, dtype="float64")
+        return client.propose(data, skeletons, **{"restarts": 0} | options)
+
+
 class Fragile(warpfit.testing.InProcessServer):
     """Refuses every fit with a sine, as if its engine had died of it, and says not of which."""
 
@@ -151,22 +158,18 @@ def test_what_was_tried_is_known_by_its_form():
 
 @pytest.mark.parametrize("value", [math.nan, 1e200, "weights"])
 def test_a_target_that_cannot_be_fitted_is_an_answer(value):
-    X, y = table()
-    weights = np.zeros(ROWS) if value == "weights" else None
-    late = np.r_[np.ones(40), np.zeros(20)] if value == "weights" else None
-    with warpfit.testing.client() as client:
-
-        def propose(place, weights):
-            target = y.copy()
-            target[place] = target[place] if value == "weights" else value
-            data = client.upload(X, target, weights, names=NAMES, dtype="float64")
-            # Names come in any sequence, as from a table.
-            return client.propose(data, np.array(["p1*a + p2", "p1 +"]), restarts=0)
-
-        found = propose(3, weights)
-        assert [answer.error.reason for answer in found] == ["NOT_FINITE", "EXPECTED_OPERAND"]
-        assert "no row has a weight" in str(found[0].error)
-        found = propose(-3, late)
+    # Names come in any sequence, as from a table.
+    (X, y), skeletons = table(), np.array(["p1*a + p2", "p1 +"])
+    fitted, late = y.copy(), y.copy()
+    none, few = None, None
+    if value == "weights":
+        none, few = np.zeros(ROWS), np.r_[np.ones(40), np.zeros(20)]
+    else:
+        fitted[3] = late[-3] = value
+    found = proposed((X, fitted, none), skeletons)
+    assert [answer.error.reason for answer in found] == ["NOT_FINITE", "EXPECTED_OPERAND"]
+    assert "no row has a weight" in str(found[0].error)
+    found = proposed((X, late, few), skeletons)
     assert found[0].error is None
     assert found.best is found[0]
     assert ["judge nothing" in warning for warning in found[0].warnings] == [True]
@@ -176,11 +179,9 @@ def test_rows_without_a_value_are_left_out_of_all_judgement():
     X, y = table()
     X[::7, 1] = -1.0
     X[-3:, 1] = -1.0
-    with warpfit.testing.client() as client:
-        data = client.upload(X, y, names=NAMES, dtype="float64")
-        skeletons = ["p1*log(b) + p2*a", "p1*sqrt(-a)", "p1*a"]
-        law, nothing, line = client.propose(data, skeletons, missing="drop", restarts=0)
-        refused = client.propose(data, skeletons, restarts=0)
+    skeletons = ["p1*log(b) + p2*a", "p1*sqrt(-a)", "p1*a"]
+    law, nothing, line = proposed((X, y), skeletons, missing="drop")
+    refused = proposed((X, y), skeletons)
     gone = int((X[:, 1] < 0.0).sum())
     assert law.warnings[0].startswith(f"{gone} of {ROWS} rows are left out")
     assert nothing.warnings[0].startswith(f"{ROWS} of {ROWS} rows are left out")
@@ -192,21 +193,16 @@ def test_rows_without_a_value_are_left_out_of_all_judgement():
     # What has no value in the rows held out, or that are fitted, is not judged by others.
     assert refused.best is refused[2]
     X[:, 1] = np.r_[np.full(48, -1.0), np.exp(y[48:])]
-    with warpfit.testing.client() as client:
-        data = client.upload(X, y, names=NAMES, dtype="float64")
-        found = client.propose(data, ["log(b)", "p1*a"], restarts=0)
+    found = proposed((X, y), ["log(b)", "p1*a"])
     assert found.best is found[1]
     assert math.isnan(found[0].held_out_loss)
 
 
 def test_names_that_parameters_have_and_searches_that_cannot_begin_are_warned_of():
     X, y = table()
-    with warpfit.testing.client() as client:
-        data = client.upload(X, y, names=("p1", "b", "k"), dtype="float64")
-        (found,) = client.propose(data, "p1*b + p2", restarts=0)
-        assert found.warnings[0].startswith("p1 is a variable here")
-        data = client.upload(X, y * 1e-200, names=NAMES, dtype="float64")
-        (found,) = client.propose(data, "p1*a + p2", restarts=0)
+    (found,) = proposed((X, y), "p1*b + p2", ("p1", "b", "k"))
+    assert found.warnings[0].startswith("p1 is a variable here")
+    (found,) = proposed((X, y * 1e-200), "p1*a + p2")
     assert found.reason == "not_finite"
     assert "choose other units" in found.warnings[0]
 
@@ -214,29 +210,20 @@ def test_names_that_parameters_have_and_searches_that_cannot_begin_are_warned_of
 def test_a_call_has_a_limit(monkeypatch):
     monkeypatch.setattr(proposals, "MOST_SKELETONS", 2)
     monkeypatch.setattr(proposals, "_TOGETHER", 1)
-    with warpfit.testing.client() as client:
-        data = client.upload(*table(), names=NAMES, dtype="float64")
-        found = client.propose(data, ["p1*a", "p1*b", "p1*k", "p1 +"], restarts=1, loss="r2")
+    found = proposed(table(), ["p1*a", "p1*b", "p1*k", "p1 +"], restarts=1, loss="r2")
     assert [bool(answer.error) for answer in found] == [False, False, True, True]
     assert found.best is found[int(found[1].held_out_loss > found[0].held_out_loss)]
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"units": {"nosuch": "m"}},
-        {"target_unit": "florin"},
-        {"loss": "nosuch"},
-        {"restarts": 10**9},
-        {"units": 3},
-    ],
-)
+    [{"units": {"nosuch": "m"}}, {"target_unit": "florin"}, {"loss": "nosuch"}, {"restarts": 10**9},
+     {"units": 3}],
+)  # fmt: skip
 def test_wrong_options_are_errors_of_the_call(options):
-    with warpfit.testing.client() as client:
-        data = client.upload(*table(), names=NAMES, dtype="float64")
-        with pytest.raises(InvalidArgumentError):
-            client.propose(data, ["p1*a"], **options)
-        with pytest.raises(InvalidArgumentError, match="needs a target"):
-            client.propose(client.upload(table()[0]), ["p1*x1"])
-        with pytest.raises(InvalidArgumentError, match="a list of skeletons"):
-            client.propose(data, {"p1*a", "p1*b"})
+    with pytest.raises(InvalidArgumentError):
+        proposed(table(), ["p1*a"], **options)
+    with pytest.raises(InvalidArgumentError, match="needs a target"):
+        proposed(table()[:1], ["p1*a"])
+    with pytest.raises(InvalidArgumentError, match="a list of skeletons"):
+        proposed(table(), {"p1*a", "p1*b"})
