@@ -5,6 +5,7 @@ import gzip
 import io
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -320,6 +321,9 @@ def test_an_embedded_server_that_dies_is_not_waited_for(fake_server):
     """Clients wait for 20 s for a server that somebody else may start again."""
     script = "import time\nprint('warpfit listening on 127.0.0.1:9', flush=True)\ntime.sleep(1)\n"
     fake_server(f"{script}print('out of memory')\nraise SystemExit(7)")
+    with embedded.embedded_server() as address:
+        copied = pickle.loads(pickle.dumps(address))
+    assert (type(copied), copied) == (str, "127.0.0.1:9"), "other processes get a text"
     with warpfit.local() as client:
         find_end = client._failover.connection.target.find_end
         eventually(find_end)

@@ -170,6 +170,7 @@ def test_a_data_set_that_is_evicted_again_and_again_is_uploaded_again(client, se
     ("call", "remedy"),
     [
         (lambda client, data: client.evaluate(data, X), "client.upload"),
+        (lambda client, data: client.upload(X, dtype="double precision"), "auto"),
         (lambda client, data: client.evaluate(X, ["x1"]), "client.upload"),
         (lambda client, data: client.optimize(X, ["p1"], [[1.0]]), "client.upload"),
         (lambda client, data: client.evaluate(data, ["x1"], loss=np.mean), "loss='abs"),

@@ -199,6 +199,7 @@ def test_as_loss_accepts_losses_names_and_texts(given):
         (lambda: losses.as_loss("mape"), "BAD_ENUM"),
         (lambda: losses.as_loss("abs(z)"), "UNKNOWN_NAME"),
         (lambda: LossFunction.parse("p1*d"), "BAD_LOSS"),
+        (lambda: LossFunction.parse("x4*d"), "BAD_LOSS"),
         (lambda: LossFunction(Program.variable(3)), "BAD_LOSS"),
         (lambda: LossFunction.parse("d", "median"), "BAD_ENUM"),
         (lambda: losses.huber(0.0), "BAD_LOSS"),

@@ -106,6 +106,8 @@ WRONG = [
     ("BAD_TEMPLATE", "template", template((2, 2))),
     ("BAD_TEMPLATE", "template", template(codes=FORM[:-1], numbers=NUMBERS[:-1])),
     ("BAD_TEMPLATE", "template", template(numbers=NUMBERS[:-1])),
+    ("BAD_TEMPLATE", "template", template((2, 1, 1))),
+    ("BAD_TEMPLATE", "template", template(numbers=NUMBERS + 0.5)),
     ("BAD_TEMPLATE", "template", template(numbers=NUMBERS + 2.0)),
     ("BAD_TEMPLATE", "template", template(codes=FORM[:0], numbers=NUMBERS[:0])),
     ("BAD_TEMPLATE", "template", template(fitted=3)),

@@ -210,6 +210,7 @@ search = partial(call, "search", generations=1)
         "mass": lambda: frame(constraints={"monotonic": {"mas": "increasing"}}),
         "prediction": lambda: model(model_selection="predictions"),
         "cpu": lambda: model(engine="cpus"),
+        "numbers": lambda: model(snap="number"),
         "length": lambda: frame(units={"lenght": "m", "mass": "kg"}),
         "mass ": lambda: frame(group="Mass"),
         "javascript": lambda: warpfit.parse("x1").code("JS"),

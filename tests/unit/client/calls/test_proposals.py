@@ -218,7 +218,7 @@ def test_a_call_has_a_limit(monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [{"units": {"nosuch": "m"}}, {"target_unit": "florin"}, {"loss": "nosuch"}, {"restarts": 10**9},
-     {"units": 3}],
+     {"units": 3}, {"progress": 5}],
 )  # fmt: skip
 def test_wrong_options_are_errors_of_the_call(options):
     with pytest.raises(InvalidArgumentError):

@@ -19,6 +19,7 @@ from warpfit.v1 import evaluator_pb2 as pb
 
 X = np.random.default_rng(0).normal(size=(50, 3))
 Y = 2.0 * X[:, 1] + 1.0
+DIMENSIONLESS = {"dimensionless_constants": True}
 
 
 @pytest.fixture
@@ -51,6 +52,10 @@ def test_a_callback_that_returns_true_ends_the_search(client, data):
     ("reason", "field", "options"),
     [
         ("BUDGET_MISSING", "max_seconds", {}),
+        ("BUDGET_MISSING", "max_seconds", {"target_loss": 0.1}),
+        ("VARIABLE_OUT_OF_RANGE", "variables", {"variables": [3]}),
+        ("BAD_SETTING", "definitions", {"definitions": ["a*b"]}),
+        ("UNSATISFIABLE", "units", {"units": {"a": "m"}, "target_unit": "kg", **DIMENSIONLESS}),
         ("BAD_SETTING", "seconds", {"seconds": 0}),
         ("BAD_SETTING", "seconds", {"seconds": float("nan")}),
         ("BAD_SETTING", "generations", {"generations": 0}),

@@ -111,6 +111,7 @@ def test_a_search_comes_out_as_it_went_in(request, is_custom):
     message = search_codec.search_to_message(request).SerializeToString()
     received = search_codec.search_from_message(search_codec.search_from_bytes(message))
     assert plain(received) == plain(request)
+    assert received.loss_function == request.loss_function
 
 
 def test_what_is_left_out_has_its_default():

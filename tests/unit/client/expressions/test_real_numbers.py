@@ -249,7 +249,8 @@ def test_names_of_columns_are_taken_from_anything_that_lists_them(client):
 
 def test_estimators_say_it_too(client):
     sklearn = pytest.importorskip("warpfit.sklearn")
-    for estimator in (sklearn.SymbolicRegressor(), sklearn.ParameterOptimizer()):
+    kinds = sklearn.SymbolicRegressor, sklearn.SymbolicClassifier, sklearn.SymbolicTransformer
+    for estimator in (sklearn.ParameterOptimizer(), *(kind() for kind in kinds)):
         with pytest.raises(InvalidArgumentError, match="X is a generator"):
             estimator.fit(UNORDERED["generator"](), [1.0, 2.0])
         with pytest.raises(InvalidArgumentError, match=r"y is a map.*list\(y\)"):

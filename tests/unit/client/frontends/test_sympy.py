@@ -33,6 +33,8 @@ def data(variables=3, rows=60):
     ("expression", "text"),
     [
         (x1**-2 + x2 ** S.Rational(-5, 2), "inv(square(x1)) + x2 ^ (-2.5)"),
+        (-x1 - x2, "-(x1 + x2)"),
+        (S.true, "1"),
         (S.E * x1 + S.pi, "2.718281828459045 * x1 + 3.141592653589793"),
         (S.Piecewise((x1, x2 > 0), (-x1, True)), "where(x2 > 0, x1, -x1)"),
         (
@@ -270,7 +272,7 @@ def test_huge_rational_numbers(number, value):
 @pytest.mark.parametrize(
     "text",
     [
-        *("sin(" * 250 + "x1" + ")" * 250, "mod(x1, x2 > 0)"),
+        *("sin(" * 400 + "x1" + ")" * 400, "mod(x1, x2 > 0)"),
         *("round(mod(x1 > x2, x2 > x3))", "exp(-x1^" * 50 + "2.5" + ")" * 50),
         "sin(" * 90 + "x1" + ")" * 90,
     ],
