@@ -293,25 +293,13 @@ def srbench_2025() -> Iterator[str]:
 def noisy_tables() -> Iterator[str]:
     """Searches on public tables with noise."""
     rows = []
-    for document in (result("tables_two_cores"), result("tables")):
-        cores = document["machine"]["cores"]
-        for row in document["summary"]:
-            where = f"{cores} | {row['seconds_allowed']:.0f} s | {row['method']} | {row['runs']}"
-            medians = f"{row['median_r2']:.3f} | {row['median_tokens']:.0f}"
-            rows.append(f"{where} | {medians} | {', '.join(row['below_linear'])}")
+    document = result("tables_two_cores")
+    cores = document["machine"]["cores"]
+    for row in document["summary"]:
+        where = f"{cores} | {row['seconds_allowed']:.0f} s | {row['method']} | {row['runs']}"
+        medians = f"{row['median_r2']:.3f} | {row['median_tokens']:.0f}"
+        rows.append(f"{where} | {medians} | {', '.join(row['below_linear'])}")
     head = "cores | time | method | searches | median test R2 | median tokens | below linear"
-    yield from table(head, rows)
-
-
-def selection() -> Iterator[str]:
-    """Equations that criteria choose from the same searches."""
-    rows = []
-    for row in result("selection")["summary"]:
-        counts = "".join(f" | {row.get(count, '')}" for count in ("solved", "accurate"))
-        where = f"{row['track']}, noise {row['noise']:.0%}, {row['runs']} searches"
-        middle = f"{row['median_r2']:.4f} | {row['median_tokens']:.0f}"
-        rows.append(f"{where} | {row['method']}{counts} | {middle}")
-    head = "track | criterion | exact | R2 > 0.999 | median test R2 | median tokens"
     yield from table(head, rows)
 
 
@@ -410,25 +398,6 @@ def device() -> Iterator[str]:
     )
 
 
-def generations() -> Iterator[str]:
-    """DEAP's generations that a server scores, and EvoGP's own on the same GPU."""
-    document = result("generations")
-    yield from table(
-        "EvoGP | a generation",
-        [
-            f"{case['formulas']:,} formulas of {case['tokens_of_a_formula']:.0f} tokens, "
-            f"{case['rows']:,} rows | {case['generation']['p50_ms']:.1f} ms"
-            for case in document["EvoGP"]
-        ],
-    )
-    yield ""
-    for case in document["deap"]:
-        yield (
-            f"{case['trees']:,} trees of DEAP on {case['rows']:,} rows are scored in "
-            f"{case['evaluation']['p50_ms']:.1f} ms a generation, conversion included."
-        )
-
-
 def gpu_devices() -> Iterator[str]:
     """Two and four GPUs, and two engines on one, against one engine."""
     two, shared = result("devices"), result("devices_one_gpu")
@@ -518,12 +487,11 @@ FIGURES: dict[str, Callable[[], Iterator[str]]] = {
             srbench_2025,
             other_searches,
             noisy_tables,
-            selection,
             skeletons,
             laws,
         ),
         *(service, transport),
-        *(device, generations, gpu_devices, gpu_streaming, *FAULTS, *CAPACITY),
+        *(device, gpu_devices, gpu_streaming, *FAULTS, *CAPACITY),
     )
 } | GPU
 

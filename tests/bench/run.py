@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FOLDERS = (".", "cpu", "gpu", "search", "service", "client", "capacity")
+FOLDERS = (".", "cpu", "gpu", "search", "service", "client")
 #: They measure nothing.
 OTHERS = ("run", "figures")
 

@@ -21,14 +21,6 @@ comes; more of the same goes on from the file of runs:
     python tests/bench/srbench.py blackbox:0:warpfit+pyoperon blackbox:0:gplearn --processes 8 \
         --threads 2 --seconds 30 10 --seeds 1 2 3 4 --limit 500 --data tables.npz --out runs.jsonl
 
-The method ``evidence`` searches once, and each criterion chooses from the equations that it finds:
-``evidence``, ``prediction`` (the estimator's default), ``description_length``, and ``bic``, which
-is Schwarz's for the constants alone, rows log(loss) + constants log(rows). Each adds a line of its
-own, of which ``--summary FILE --name selection`` makes `results/selection.json`:
-
-    python tests/bench/srbench.py feynman:0.1:evidence feynman:0.01:evidence blackbox:0:evidence \
-        judge --processes 32 --threads 2 --data tables.npz --out selection.jsonl
-
 A plan is a list of TRACK:NOISE:METHODS or TRACK:NOISE:METHODS:SLOW, worked off in its order by
 processes that have a CPU server and ``--threads`` cores of their own. With SLOW 10 a call of the
 client takes ten times as long, which tells what the service's speed is worth. The entry ``judge``
@@ -52,7 +44,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
@@ -193,53 +184,22 @@ def blackbox(rows: int, seed: int, path: Path | None = None) -> Iterator[Problem
 TRACKS = {"feynman": feynman, "strogatz": strogatz, "blackbox": blackbox}
 
 
-#: Predictor, text and size of each formula, by the name of the method that chooses it.
-Choices = dict[str, tuple[Callable[[Floats], Floats], str, int]]
+#: Predictor, text and size of a formula.
+Choice = tuple[Callable[[Floats], Floats], str, int]
 
 
-def searched(X: Floats, y: Floats, seconds: float, seed: int, **settings: Any) -> Any:
-    """Return an estimator after its search."""
+def fit_warpfit(X: Floats, y: Floats, seconds: float, seed: int) -> Choice:
+    """Search with the settings that are usual."""
     from warpfit.sklearn import SymbolicRegressor
 
-    return SymbolicRegressor(
-        address=Worker.address,
-        operators=OURS,
-        generations=10**6,
-        max_seconds=seconds,
+    model = SymbolicRegressor(
+        address=Worker.address, operators=OURS, generations=10**6, max_seconds=seconds,
         random_state=seed,
-        **settings,
-    ).fit(X, y)
+    ).fit(X, y)  # fmt: skip
+    return model.predict, to_text(model.program_), len(model.program_)
 
 
-def fit_warpfit(X: Floats, y: Floats, seconds: float, seed: int) -> Choices:
-    """Search with the settings that are usual."""
-    model = searched(X, y, seconds, seed)
-    return {"warpfit": (model.predict, to_text(model.program_), len(model.program_))}
-
-
-def fit_evidence(X: Floats, y: Floats, seconds: float, seed: int) -> Choices:
-    """Search once, and choose from the equations found by one criterion after the other."""
-    from warpfit.sklearn.equations import ROUNDING, selected
-
-    model = searched(X, y, seconds, seed, model_selection="evidence")
-    front, rows, least = model.front_, len(y), max(ROUNDING * float(np.var(y)), 1e-300)
-
-    def bic(place: int) -> float:
-        constants = len(front[place].program.lift_constants()[1])
-        return float(rows * np.log(max(front[place].loss, least)) + constants * np.log(rows))
-
-    criteria = ("evidence", "prediction", "description_length")
-    places = {name: selected(front, name) for name in criteria}
-    supported = [place for place, equation in enumerate(front) if equation.is_supported]
-    places["bic"] = min(supported, key=bic, default=places["evidence"])
-    programs = {name: front[place].program for name, place in places.items()}
-    return {
-        name: (partial(model.predict, index=places[name]), to_text(program), len(program))
-        for name, program in programs.items()
-    }
-
-
-def fit_pyoperon(X: Floats, y: Floats, seconds: float, seed: int) -> Choices:
+def fit_pyoperon(X: Floats, y: Floats, seconds: float, seed: int) -> Choice:
     """Search with pyoperon's own estimator."""
     from pyoperon.sklearn import SymbolicRegressor
 
@@ -250,10 +210,10 @@ def fit_pyoperon(X: Floats, y: Floats, seconds: float, seed: int) -> Choices:
     ).fit(X, y)  # fmt: skip
     text = model.get_model_string(model.model_, 12)
     text = text.replace("X", "x").replace("**", "^")
-    return {"pyoperon": (model.predict, text, model.model_.Length)}
+    return model.predict, text, model.model_.Length
 
 
-def fit_gplearn(X: Floats, y: Floats, seconds: float, seed: int) -> Choices:
+def fit_gplearn(X: Floats, y: Floats, seconds: float, seed: int) -> Choice:
     """Evolve generation by generation until the time is over."""
     from gplearn.genetic import SymbolicRegressor
 
@@ -267,12 +227,11 @@ def fit_gplearn(X: Floats, y: Floats, seconds: float, seed: int) -> Choices:
         model.set_params(generations=model.generations + 1).fit(X, y)
     plain = {name: name for name in ("div", "sqrt", "log")}
     program = from_gplearn(model._program, plain)
-    return {"gplearn": (model.predict, to_text(program), len(program))}
+    return model.predict, to_text(program), len(program)
 
 
-METHODS: dict[str, Callable[[Floats, Floats, float, int], Choices]] = {
+METHODS: dict[str, Callable[[Floats, Floats, float, int], Choice]] = {
     "warpfit": fit_warpfit,
-    "evidence": fit_evidence,
     "pyoperon": fit_pyoperon,
     "gplearn": fit_gplearn,
 }
@@ -327,7 +286,7 @@ def r2_of(predictions: Floats, target: Floats) -> float:
 
 
 def fitted(problem: Problem, case: dict[str, Any]) -> list[dict[str, Any]]:
-    """Fit one problem with one method; return a run for each of its choices."""
+    """Fit one problem with one method; return the run."""
     rng = np.random.default_rng([case["seed"], len(problem.name)])
     order = rng.permutation(len(problem.y))
     train, test = np.split(order, [int(0.75 * len(order))])
@@ -335,28 +294,21 @@ def fitted(problem: Problem, case: dict[str, Any]) -> list[dict[str, Any]]:
     heard = problem.y[train] + rng.normal(0.0, 1.0, len(train)) * scale
     Worker.slow = case["slow"]
     started = time.perf_counter()
-    choices = METHODS[case["method"]](
+    predict, text, size = METHODS[case["method"]](
         problem.X[train], heard, case["seconds_allowed"], case["seed"]
     )
     seconds = round(time.perf_counter() - started, 2)
-    shared: dict[str, Any] = {}
+    with np.errstate(all="ignore"):
+        r2 = r2_of(predict(problem.X[test]), problem.y[test])
+    run = case | {"seconds": seconds, "r2": r2, "size": int(size)}
+    run |= {"tokens": len(parse(text)), "expression": text}
     if problem.track == "blackbox":
         design, beyond = (np.column_stack([np.ones(len(p)), problem.X[p]]) for p in (train, test))
         slopes = np.linalg.lstsq(design, heard)[0]
-        shared["linear_r2"] = r2_of(beyond @ slopes, problem.y[test])
+        run["linear_r2"] = r2_of(beyond @ slopes, problem.y[test])
     if problem.formula is not None:
-        shared |= {"formula": problem.formula, "names": problem.names}
-    runs = []
-    for method, (predict, text, size) in choices.items():
-        with np.errstate(all="ignore"):
-            r2 = r2_of(predict(problem.X[test]), problem.y[test])
-            tokens = len(parse(text))
-        run = case | {"method": method, "seconds": seconds, "r2": r2, "size": int(size)}
-        run |= {"tokens": tokens, "expression": text} | shared
-        if problem.formula is not None:
-            run["accurate"] = r2 > TRUE_R2
-        runs.append(run)
-    return runs
+        run |= {"formula": problem.formula, "names": problem.names, "accurate": r2 > TRUE_R2}
+    return [run]
 
 
 def judged(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -430,8 +382,7 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
             yield from ((judged, (runs,)) for runs in alike.values())
             continue
         track, noise, methods, slow = f"{entry}:1".split(":")[:4]
-        ours = ("warpfit", "evidence")
-        chosen = [name for name in methods.split("+") if name in ours or find_spec(name)]
+        chosen = [name for name in methods.split("+") if name == "warpfit" or find_spec(name)]
         done = read([options.out])
         for seconds, seed in itertools.product(options.seconds, options.seeds):
             setting = (float(noise), seconds, seed, float(slow), options.rows)
