@@ -54,7 +54,7 @@ def front_page() -> Iterator[str]:
     rates = cpu["giga_token_rows_per_second"]
     (fits,) = select(result("fit")["cases"], iterations=50, threads=2)
     found = searches()
-    solved = [found["feynman", 0.0, 1.0, name]["solved"] for name in ("warpfit", "pyoperon")]
+    solved = [found["feynman", 0.0, name]["solved"] for name in ("warpfit", "pyoperon")]
     tables = {row["method"]: row for row in result("tables_two_cores")["summary"]}
     medians = [f"{tables[name]['median_r2']:.3f}" for name in ("warpfit", "pyoperon")]
     linear = tables["warpfit"]["median_linear_r2"]
@@ -213,33 +213,23 @@ def fits() -> Iterator[str]:
 
 
 def searches() -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Counts and medians of SRBench's tracks by track, noise, slowness and method."""
-    keys = ("track", "noise", "slow", "method")
-    return {tuple(row[key] for key in keys): row for row in result("srbench")["summary"]}
+    """Counts and medians of SRBench's tracks by track, noise and method."""
+    keys, rows = ("track", "noise", "method"), result("srbench")["summary"]
+    return {tuple(row[key] for key in keys): row for row in rows}
 
 
 def found_equations() -> Iterator[str]:
     """Equations of SRBench's ground-truth tracks that searches find."""
     found = searches()
-    ours, theirs = (found["feynman", 0.0, 1.0, method] for method in ("warpfit", "pyoperon"))
-    noisy = found["feynman", 0.01, 1.0, "warpfit"]
-    others = [found["strogatz", 0.0, 1.0, method]["solved"] for method in ("warpfit", "pyoperon")]
+    ours, theirs = (found["feynman", 0.0, method] for method in ("warpfit", "pyoperon"))
+    noisy = found["feynman", 0.01, "warpfit"]
+    others = [found["strogatz", 0.0, method]["solved"] for method in ("warpfit", "pyoperon")]
     yield (
         "Of the 100 equations of the Feynman Symbolic Regression Database `SymbolicRegressor` "
         f"finds {ours['solved']} exactly ({ours['accurate']} with R2 > 0.999),\n"
         f"pyoperon {theirs['solved']} ({theirs['accurate']}); with noise of 1% `SymbolicRegressor` "
         f"{noisy['solved']} ({noisy['accurate']}). Of 14 Strogatz equations {others[0]} and "
         f"{others[1]}."
-    )
-
-
-def other_searches() -> Iterator[str]:
-    """Searches with slow calls."""
-    found = searches()
-    slow = found["feynman", 0.0, 10.0, "warpfit"]
-    yield (
-        f"With calls ten times slower `SymbolicRegressor` finds {slow['solved']} of the Feynman "
-        f"equations exactly ({slow['accurate']} with R2 > 0.999)."
     )
 
 
@@ -346,8 +336,6 @@ def transport() -> Iterator[str]:
     for title, *path in (
         ("copying memory", "bounds", "memory_copy"),
         ("SHA-256", "bounds", "sha256"),
-        ("a gRPC stream of answers that does nothing else", "bounds", "bare_stream_answer"),
-        ("a gRPC stream of uploads that does nothing else", "bounds", "bare_stream_upload"),
         ("120 MB of values, moved alone", "answer"),
         ("and computed by the CPU engine on the same cores", "answer_with_cpu_engine"),
         ("400 MB upload, hashed by the server", "upload"),
@@ -485,7 +473,6 @@ FIGURES: dict[str, Callable[[], Iterator[str]]] = {
             found_equations,
             three_columns,
             srbench_2025,
-            other_searches,
             noisy_tables,
             skeletons,
             laws,

@@ -41,10 +41,9 @@ from support.load.callers import (
     on_cores,
 )
 from support.random_programs import thesis_mix
-from support.servers.server import write_secret
+from support.servers.server import tenants_file, token_file
 from warpfit import codec
 from warpfit.calls.arguments import build_evaluation, build_fit
-from warpfit.transport.connection import new_token
 
 VARIABLES = 10
 #: Calls a second that each tenant may make beside another: all share a few cores.
@@ -369,15 +368,12 @@ def server(
     engine: str, *flags: str, limits: str = ""
 ) -> Iterator[tuple[ServerProcess, dict[str, str]]]:
     """A server with two tenants: the process, and their tokens."""
-    made = {name: new_token(name) for name in ("victim", "greedy")}
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "tokens"
-        write_secret(path, "\n".join(line for _, line in made.values()))
-        book = path.with_name("tenants.toml")
-        book.write_text(limits)
-        files = ("--token-file", str(path), "--tenants-file", str(book))
+        folder = Path(directory)
+        path, tokens = token_file(folder, "victim", "greedy")
+        files = ("--token-file", path, "--tenants-file", tenants_file(folder, limits))
         with ServerProcess(*files, *flags, devices="0" if engine == "cuda" else engine) as process:
-            yield process, {name: token for name, (token, _) in made.items()}
+            yield process, tokens
 
 
 def main() -> None:

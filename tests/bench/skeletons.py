@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import multiprocessing as mp
 import os
 import time
@@ -77,69 +78,8 @@ MOST_LEFT_OUT = 10
 #: Largest share of one row in the target's variation: next to a pole one row is all that counts.
 MOST_OF_ONE_ROW = 0.1
 UNITS = 12.0
-#: Formulas over x1, x2, ... with their parameters, and the ranges of the variables.
-OWN: dict[str, tuple[str, tuple[tuple[float, float], ...]]] = {
-    "Michaelis-Menten": ("p1*x1/(p2 + x1)", ((0.1, 10),)),
-    "Hill": ("p1*x1^p2/(p3^p2 + x1^p2)", ((0.1, 10),)),
-    "competitive inhibition": ("p1*x1/(p2*(1 + x2/p3) + x1)", ((0.1, 10), (0.1, 5))),
-    "substrate inhibition": ("p1*x1/(p2 + x1 + x1^2/p3)", ((0.1, 20),)),
-    "Monod with maintenance": ("p1*x1/(p2 + x1) - p3", ((0.1, 10),)),
-    "logistic growth": ("p1/(1 + p2*exp(-p3*x1))", ((0, 5),)),
-    "Gompertz": ("p1*exp(-p2*exp(-p3*x1))", ((0, 5),)),
-    "von Bertalanffy": ("p1*(1 - exp(-p2*(x1 - p3)))", ((0, 5),)),
-    "Richards": ("p1*(1 + p2*exp(-p3*x1))^p4", ((0, 5),)),
-    "allometry": ("p1*x1^p2", ((0.1, 50),)),
-    "Lotka-Volterra": ("p1*x1 - p2*x1*x2", ((0.5, 5), (0.5, 5))),
-    "Holling II": ("p1*x1/(1 + p2*x1)", ((0, 10),)),
-    "Holling III": ("p1*x1^2/(p2 + x1^2)", ((0, 10),)),
-    "Beverton-Holt": ("p1*x1/(1 + x1/p2)", ((0, 10),)),
-    "Ricker": ("p1*x1*exp(-p2*x1)", ((0, 5),)),
-    "bateman": ("p1*(exp(-p2*x1) - exp(-p3*x1))", ((0, 4),)),
-    "two compartments": ("p1*exp(-p2*x1) + p3*exp(-p4*x1)", ((0, 4),)),
-    "dose response": ("p1 + (p2 - p1)/(1 + exp(p3*(x1 - p4)))", ((-5, 5),)),
-    "Arrhenius": ("p1*exp(-p2/x1)", ((1, 5),)),
-    "modified Arrhenius": ("p1*x1^p2*exp(-p3/x1)", ((1, 5),)),
-    "Eyring": ("p1*x1*exp(p2 - p3/x1)", ((1, 5),)),
-    "Antoine": ("p1 - p2/(x1 + p3)", ((1, 10),)),
-    "Langmuir": ("p1*p2*x1/(1 + p2*x1)", ((0.1, 10),)),
-    "Freundlich": ("p1*x1^(1/p2)", ((0.1, 10),)),
-    "BET": ("p1*p2*x1/((1 - x1)*(1 + (p2 - 1)*x1))", ((0.05, 0.9),)),
-    "van der Waals": ("p1*x1/(x2 - p2) - p3/x2^2", ((1, 5), (12, 20))),
-    "virial": ("p1*x1/x2*(1 + p2/x2 + p3/x2^2)", ((1, 5), (1, 5))),
-    "Redlich-Kwong": ("p1*x1/(x2 - p2) - p3/(sqrt(x1)*x2*(x2 + p2))", ((1, 5), (12, 20))),
-    "Nernst": ("p1 + p2*x1*log(x2/x3)", ((1, 5), (1, 5), (1, 5))),
-    "Butler-Volmer": ("p1*(exp(p2*x1) - exp(-p3*x1))", ((-1, 1),)),
-    "Debye-Hückel": ("-p1*sqrt(x1)/(1 + p2*sqrt(x1))", ((0.01, 4),)),
-    "Lennard-Jones": ("4*p1*((p2/x1)^12 - (p2/x1)^6)", ((3, 9),)),
-    "Morse": ("p1*(1 - exp(-p2*(x1 - p3)))^2", ((0.5, 4),)),
-    "Buckingham": ("p1*exp(-p2*x1) - p3/x1^6", ((1, 4),)),
-    "Planck": ("p1*x1^3/(exp(p2*x1/x2) - 1)", ((0.5, 5), (1, 5))),
-    "Wien": ("p1*x1^3*exp(-p2*x1/x2)", ((0.5, 5), (1, 5))),
-    "Breit-Wigner": ("p1/((x1 - p2)^2 + p3^2/4)", ((-10, 10),)),
-    "Lorentzian with base": ("p1 + p2/(1 + ((x1 - p3)/p4)^2)", ((-10, 10),)),
-    "Gaussian": ("p1*exp(-((x1 - p2)/p3)^2/2)", ((-10, 10),)),
-    "two Gaussians": ("p1*exp(-((x1 - p2)/p3)^2) + p4*exp(-((x1 - p5)/p6)^2)", ((-10, 10),)),
-    "damped oscillation": ("p1*exp(-p2*x1)*cos(p3*x1 + p4)", ((0, 3),)),
-    "wave": ("p1*sin(p2*x1 - p3*x2 + p4)", ((0, 3), (0, 3))),
-    "beats": ("p1*sin(p2*x1) + p3*sin(p4*x1)", ((0, 4),)),
-    "driven oscillator": ("p1/sqrt((p2^2 - x1^2)^2 + (p3*x1)^2)", ((0.1, 10),)),
-    "pendulum with drift": ("p1*cos(p2*x1 + p3) + p4*x1 + p5", ((0, 4),)),
-    "Malus with offset": ("p1*cos(x1 - p2)^2 + p3", ((0, 6),)),
-    "Fresnel": ("((p1*cos(x1) - x2)/(p1*cos(x1) + x2))^2", ((0, 1), (1, 2))),
-    "diffraction": ("p1*(sin(p2*x1)/(p2*x1))^2", ((0.1, 3),)),
-    "lens": ("1/(1/p1 - 1/x1)", ((12, 30),)),
-    "Cauchy dispersion": ("p1 + p2/x1^2 + p3/x1^4", ((0.4, 2),)),
-    "Sellmeier": ("sqrt(1 + p1*x1^2/(x1^2 - p2))", ((4, 10),)),
-    "diode": ("p1*(exp(x1/p2) - 1) + p3*x1", ((0, 5),)),
-    "RC charging": ("p1*(1 - exp(-x1/p2)) + p3", ((0, 10),)),
-    "RLC impedance": ("sqrt(p1^2 + (p2*x1 - p3/x1)^2)", ((0.2, 5),)),
-    "Fermi": ("p1/(exp((x1 - p2)/p3) + 1)", ((-10, 10),)),
-    "Brillouin": ("p1*(1/tanh(p2*x1) - 1/(p2*x1))", ((0.1, 3),)),
-    "relativistic energy": ("sqrt(p1^2 + p2*x1^2)", ((0, 10),)),
-    "drag": ("p1*tanh(p2*x1)", ((0, 3),)),
-    "heat loss": ("p1*(x1 - p2) + p3*(x1^4 - p2^4)", ((0, 10),)),
-    "barometric": ("p1*(1 - p2*x1)^p3", ((0.01, 0.09),)),
-}
+#: Equations of physics, chemistry and biology over x1, x2, ... with parameters, and their ranges.
+OWN = json.loads((Path(__file__).resolve().parents[1] / "data" / "laws.json").read_text())
 
 
 @dataclass(frozen=True)
@@ -200,9 +140,9 @@ def sources(chosen: list[str], seed: int) -> Iterator[tuple[str, Program, Floats
         columns = nist.load(name).dataset.variables
         X = rng.uniform(columns.min(axis=1), columns.max(axis=1), (ROWS, len(columns)))
         yield name, parse(text), X
-    for name, (text, ranges) in OWN.items() if "own" in chosen else ():
-        low, high = np.array(ranges).T
-        yield name, parse(text), rng.uniform(low, high, (ROWS, len(low)))
+    for law in OWN if "own" in chosen else ():
+        low, high = np.array(law["ranges"], float).T
+        yield law["name"], parse(law["formula"]), rng.uniform(low, high, (ROWS, len(low)))
 
 
 def draw(program: Program, X: Floats, rng: np.random.Generator) -> tuple[Floats, Floats] | None:

@@ -21,12 +21,10 @@ comes; more of the same goes on from the file of runs:
     python tests/bench/srbench.py blackbox:0:warpfit+pyoperon blackbox:0:gplearn --processes 8 \
         --threads 2 --seconds 30 10 --seeds 1 2 3 4 --limit 500 --data tables.npz --out runs.jsonl
 
-A plan is a list of TRACK:NOISE:METHODS or TRACK:NOISE:METHODS:SLOW, worked off in its order by
-processes that have a CPU server and ``--threads`` cores of their own. With SLOW 10 a call of the
-client takes ten times as long, which tells what the service's speed is worth. The entry ``judge``
-judges the formulas so far, which takes SymPy up to a minute each. Runs are seeded and add a line to
-the file each, so a plan that was interrupted goes on where it stopped. A method whose package is
-not installed is left out.
+A plan is a list of TRACK:NOISE:METHODS, worked off in its order by processes that have a CPU server
+and ``--threads`` cores of their own. The entry ``judge`` judges the formulas so far, which takes
+SymPy up to a minute each. Runs are seeded and add a line to the file each, so a plan that was
+interrupted goes on where it stopped. A method whose package is not installed is left out.
 """
 
 from __future__ import annotations
@@ -58,7 +56,6 @@ from warpfit import parse
 from warpfit.embedded import embedded_server
 from warpfit.expressions import reference
 from warpfit.expressions.language import to_text
-from warpfit.transport.channel import GrpcTransport
 
 Floats = NDArray[np.float64]
 EQUATIONS = Path(__file__).resolve().parents[1] / "data" / "feynman" / "equations.json"
@@ -244,7 +241,6 @@ class Worker:
     """Address of the process's own warpfit server."""
     threads = 1
     """Threads of that server, and of pyoperon."""
-    slow = 1.0
 
     @classmethod
     def begin(cls, places: Any, threads: int) -> None:
@@ -257,16 +253,6 @@ class Worker:
         cls.address = server.__enter__()
         atexit.register(server.__exit__, None, None, None)
         warm_up()
-        perform = GrpcTransport.call
-
-        def slow(transport: GrpcTransport, *arguments: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return perform(transport, *arguments)
-            finally:
-                time.sleep((cls.slow - 1.0) * (time.perf_counter() - started))
-
-        GrpcTransport.call = slow  # type: ignore[method-assign]
 
 
 def flags(threads: int) -> list[str]:
@@ -292,7 +278,6 @@ def fitted(problem: Problem, case: dict[str, Any]) -> list[dict[str, Any]]:
     train, test = np.split(order, [int(0.75 * len(order))])
     scale = case["noise"] * np.sqrt(np.mean(np.square(problem.y[train])))
     heard = problem.y[train] + rng.normal(0.0, 1.0, len(train)) * scale
-    Worker.slow = case["slow"]
     started = time.perf_counter()
     predict, text, size = METHODS[case["method"]](
         problem.X[train], heard, case["seconds_allowed"], case["seed"]
@@ -325,7 +310,7 @@ def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Of black-box tables they are medians over the tables of the medians over the splits.
     """
-    keys = ("track", "noise", "seconds_allowed", "slow", "method")
+    keys = ("track", "noise", "seconds_allowed", "method")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in lines:
         groups.setdefault(tuple(line[key] for key in keys), []).append(line)
@@ -357,7 +342,7 @@ def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-KEYS = ("track", "problem", "method", "noise", "seconds_allowed", "seed", "slow", "rows")
+KEYS = ("track", "problem", "method", "noise", "seconds_allowed", "seed", "rows")
 
 
 def read(paths: list[Path]) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -381,11 +366,11 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
                     alike.setdefault((run["problem"], run["expression"]), []).append(run)
             yield from ((judged, (runs,)) for runs in alike.values())
             continue
-        track, noise, methods, slow = f"{entry}:1".split(":")[:4]
+        track, noise, methods = entry.split(":")
         chosen = [name for name in methods.split("+") if name == "warpfit" or find_spec(name)]
         done = read([options.out])
         for seconds, seed in itertools.product(options.seconds, options.seeds):
-            setting = (float(noise), seconds, seed, float(slow), options.rows)
+            setting = (float(noise), seconds, seed, options.rows)
             where = {"path": options.data} if track == "blackbox" else {}
             for problem in TRACKS[track](options.rows, seed, **where):
                 wanted = not options.problems or problem.name in options.problems
@@ -415,7 +400,7 @@ def main() -> None:
     """Run what is missing in the file, or summarise it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("plan", nargs="*", metavar="ENTRY", help="TRACK:NOISE:METHODS[:SLOW] or judge")
+    add("plan", nargs="*", metavar="ENTRY", help="TRACK:NOISE:METHODS or judge")
     add("--seconds", type=float, nargs="+", default=[30.0], help="of each run")
     add("--rows", type=int, default=1000)
     add("--seeds", type=int, nargs="+", default=[1], help="of samples, splits and searches")

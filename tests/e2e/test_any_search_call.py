@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import warpfit
-from support.any_search import TARGETS, table_of, target_of
+from support.any_search import tables_of, targets_of
 from support.engines.searches import check_front
 from warpfit.calls.search import build_search
 from warpfit.errors import WarpfitError
@@ -46,10 +46,10 @@ def calls(draw):
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
     rows, columns = draw(st.sampled_from([1, 2, 5, 30, 200])), draw(st.integers(1, 4))
     kinds = ("uniform", "normal", "integers", "constant", "equal", "far", "line")
-    X = table_of(draw(st.sampled_from(kinds)), rows, columns, rng)
+    X = tables_of(rows, columns, rng)[draw(st.sampled_from(kinds))]()
     if draw(st.integers(0, 4)) == 0:
         X[rng.integers(rows), rng.integers(columns)] = np.nan
-    y = target_of(draw(st.sampled_from(TARGETS)), np.nan_to_num(X), rng)
+    y = draw(st.sampled_from([*targets_of(np.nan_to_num(X), rng).values()]))()
     weights = draw(st.sampled_from([None, None, rng.integers(0, 3, rows) / 2.0]))
     operators = draw(st.sampled_from(_OPERATORS))
     options = {

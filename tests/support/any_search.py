@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +25,6 @@ LOSSES = ("mse", "mae", "rmse", "huber", "r2", "poisson", "log_cosh", "abs(f - y
 TEMPLATES = ("f(x1)*exp(-g(x1))", "p1*f(x1) + 2", "f(x1) + f(x1 + 1)")
 
 
-TARGETS = (
-    *("noise", "t", "constant", "zero", "integers", "sum"),
-    *("pole", "huge", "tiny", "outlier", "lognormal"),
-)
-
-
 @dataclass(frozen=True)
 class AnySearch:
     """What one search is given."""
@@ -40,9 +35,9 @@ class AnySearch:
     weights: Any
 
 
-def target_of(kind: str, X: Any, rng: np.random.Generator) -> Any:
-    rows = len(X)
-    column = X[:, 0].astype(float)
+def targets_of(X: Any, rng: np.random.Generator) -> dict[str, Callable[[], Any]]:
+    """Return what draws a target, by kinds."""
+    rows, column = len(X), X[:, 0].astype(float)
     return {
         "noise": lambda: rng.normal(size=rows),
         "t": lambda: rng.standard_t(2, size=rows),
@@ -55,10 +50,11 @@ def target_of(kind: str, X: Any, rng: np.random.Generator) -> Any:
         "tiny": lambda: 1e-170 * (column + 1.0),
         "outlier": lambda: np.where(np.arange(rows) == 0, 1e12, column),
         "lognormal": lambda: np.exp(2.0 * rng.normal(size=rows)),
-    }[kind]()
+    }
 
 
-def table_of(kind: str, rows: int, columns: int, rng: np.random.Generator) -> Any:
+def tables_of(rows: int, columns: int, rng: np.random.Generator) -> dict[str, Callable[[], Any]]:
+    """Return what draws the variables, by kinds."""
     return {
         "uniform": lambda: rng.uniform(size=(rows, columns)),
         "normal": lambda: rng.normal(size=(rows, columns)),
@@ -68,7 +64,7 @@ def table_of(kind: str, rows: int, columns: int, rng: np.random.Generator) -> An
         "far": lambda: 1e6 + rng.uniform(size=(rows, columns)),
         "huge": lambda: 1e155 * rng.normal(size=(rows, columns)),
         "line": lambda: np.tile(np.linspace(-5, 5, rows)[:, None], (1, columns)),
-    }[kind]()
+    }
 
 
 @st.composite
@@ -77,37 +73,8 @@ def searches(draw: st.DrawFn, longest: float) -> AnySearch:
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
     rows = draw(st.sampled_from([1, 2, 3, 5, 10, 30, 45, 60]))
     columns = draw(st.integers(1, 4))
-    X = table_of(
-        draw(
-            st.sampled_from(
-                ["uniform", "normal", "integers", "constant", "equal", "far", "huge", "line"]
-            )
-        ),
-        rows,
-        columns,
-        rng,
-    )
-    y = target_of(
-        draw(
-            st.sampled_from(
-                [
-                    "noise",
-                    "t",
-                    "constant",
-                    "zero",
-                    "integers",
-                    "sum",
-                    "pole",
-                    "huge",
-                    "tiny",
-                    "outlier",
-                    "lognormal",
-                ]
-            )
-        ),
-        X,
-        rng,
-    )
+    X = draw(st.sampled_from([*tables_of(rows, columns, rng).values()]))()
+    y = draw(st.sampled_from([*targets_of(X, rng).values()]))()
     settings: dict[str, Any] = {
         "operators": draw(st.sampled_from(OPERATORS)),
         "population": draw(st.sampled_from([2, 3, 10])),

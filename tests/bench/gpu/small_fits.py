@@ -7,16 +7,13 @@ most 15 iterations, and with the tolerances of a user who names none.
 
 * ``wire``: ``Optimize`` by one client over loopback, for each type and precision.
 * ``engine``: the driver of fits in this process, in turns with searches that run on the device from
-  pass to pass and with the host's passes alone; the results of both, and where the time goes.
+  pass to pass and with the host's passes alone; the results of both.
 
 ``proposals`` are skeletons a second as in service/proposals: 300 of them, 1,000 rows, 8 restarts.
 """
 
 from __future__ import annotations
 
-import cProfile
-import io
-import pstats
 import sys
 import time
 from dataclasses import replace
@@ -26,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from harness import MODES, SEED, ServerProcess, median_seconds, medians_in_turn, save
+from service import proposals
 
 import warpfit
 from support.random_programs import random_program
@@ -136,10 +134,8 @@ def engine(work: Work) -> dict[str, Any]:
             "better_by_that": round(float((ratio < 1.0 - 1e-3).mean()), 4),
             "worse_by_that": round(float((ratio > 1.0 + 1e-3).mean()), 4),
             "same_reasons": round(float((own.reasons == other.reasons).mean()), 4),
-            "profile": profiled(cases["device"]),
         }
-        print(mode, {k: v for k, v in figures[mode].items() if k != "profile"}, flush=True)
-        print("\n".join(figures[mode]["profile"]), flush=True)
+        print(mode, figures[mode], flush=True)
         cuda.unload(data.content_id)
     figures["longest_step_ms"] = longest_step(cuda, work)
     print("longest step", figures["longest_step_ms"], flush=True)
@@ -180,43 +176,6 @@ def longest_step(cuda: Any, work: Work) -> dict[str, float]:
     return {"launches": len(times), "median": median, "longest": longest}
 
 
-def profiled(action: Any) -> list[str]:
-    """Return the ten functions of the host that take longest."""
-    profile = cProfile.Profile()
-    profile.runcall(action)
-    text = io.StringIO()
-    pstats.Stats(profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(16)
-    lines = [line.strip() for line in text.getvalue().splitlines()]
-    return [line for line in lines if line and line[0].isdigit()]
-
-
-def proposals(client: warpfit.Client) -> dict[str, float]:
-    """Measure skeletons a second through `propose`."""
-    import runpy
-
-    example = Path(__file__).resolve().parents[3] / "client" / "examples" / "propose_loop.py"
-    names = ("a", "b", "c")
-    skeletons = runpy.run_path(str(example))["Grammar"](names, SEED).propose(300, [])
-    rng = np.random.default_rng(SEED)
-    X = rng.uniform(0.5, 3.0, (1000, 3))
-    y = 2.5 * np.exp(-0.4 * X[:, 0]) * np.cos(1.3 * X[:, 1]) + 0.7 * X[:, 2]
-    data = client.upload(X, y + rng.normal(0.0, 0.02, 1000), names=names, dtype="float64")
-    options = {"restarts": 8, "timeout": 3600.0}
-    client.propose(data, skeletons[:20], **options)
-    walls, own = [], []
-    for seed in range(3):
-        begun, used = time.perf_counter(), time.process_time()
-        client.propose(data, skeletons, seed=seed, **options)
-        walls.append(time.perf_counter() - begun)
-        own.append(time.process_time() - used)
-    found = {
-        "skeletons_per_second": round(300 / float(np.median(walls)), 1),
-        "client_cpu_ms_per_skeleton": round(1e3 * float(np.median(own)) / 300, 3),
-    }
-    print("proposals", found, flush=True)
-    return found
-
-
 def main() -> None:
     with ServerProcess(devices="0") as server, warpfit.connect(server.address) as client:
         (device,) = client.info().devices
@@ -232,7 +191,7 @@ def main() -> None:
             "mean_parameters": round(float(counts.mean()), 2),
             "mean_tokens": round(float(np.mean([len(each.codes) for each in work[0]])), 1),
             "wire": wire(client, tables, work),
-            "proposals": proposals(client),
+            "proposals": proposals.measured(client, 1000),
         }
     content["engine"] = engine(work)
     save("gpu_small_fits", content, Path(sys.argv[1]) if sys.argv[1:] else None)

@@ -25,6 +25,34 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "client" / "examples" / "propose
 NAMES = ("a", "b", "c")
 
 
+def measured(
+    client: warpfit.Client, rows: int, count: int = 300, restarts: int = 8, rounds: int = 3
+) -> dict[str, Any]:
+    """Measure a number of skeletons on so many rows."""
+    skeletons = runpy.run_path(str(EXAMPLE))["Grammar"](NAMES, SEED).propose(count, [])
+    rng = np.random.default_rng(SEED)
+    X = rng.uniform(0.5, 3.0, (rows, len(NAMES)))
+    y = 2.5 * np.exp(-0.4 * X[:, 0]) * np.cos(1.3 * X[:, 1]) + 0.7 * X[:, 2]
+    data = client.upload(X, y + rng.normal(0.0, 0.02, rows), names=NAMES, dtype="float64")
+    client.propose(data, skeletons[:20], restarts=restarts)  # warms up
+    walls, own = [], []
+    for seed in range(rounds):
+        begun, used = time.perf_counter(), time.process_time()
+        answers = client.propose(data, skeletons, restarts=restarts, seed=seed, timeout=3600.0)
+        walls.append(time.perf_counter() - begun)
+        own.append(time.process_time() - used)
+    fitted = [each for each in answers if each.error is None]
+    found = {
+        "skeletons_per_second": round(count / statistics.median(walls), 1),
+        "seconds": [round(wall, 3) for wall in walls],
+        "client_cpu_ms_per_skeleton": round(1e3 * statistics.median(own) / count, 3),
+        "answered_with_a_fit": len(fitted),
+        "finite": sum(bool(np.isfinite(each.loss)) for each in fitted),
+    }
+    print(rows, found, flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, nargs="?", help="where the result is written")
@@ -35,40 +63,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--name", default="proposals")
     options = parser.parse_args()
-    grammar = runpy.run_path(str(EXAMPLE))["Grammar"](NAMES, SEED)
-    skeletons = grammar.propose(options.skeletons, [])
-    rng = np.random.default_rng(SEED)
-    found: dict[str, Any] = {}
+    given = options.skeletons, options.restarts, options.rounds
     with (
         ServerProcess(devices=options.devices) as server,
         warpfit.connect(server.address) as client,
     ):
-        for rows in options.rows:
-            X = rng.uniform(0.5, 3.0, (rows, len(NAMES)))
-            y = 2.5 * np.exp(-0.4 * X[:, 0]) * np.cos(1.3 * X[:, 1]) + 0.7 * X[:, 2]
-            data = client.upload(X, y + rng.normal(0.0, 0.02, rows), names=NAMES, dtype="float64")
-            client.propose(data, skeletons[:20], restarts=options.restarts)  # warms up
-            walls, own = [], []
-            for seed in range(options.rounds):
-                begun, used = time.perf_counter(), time.process_time()
-                answers = client.propose(
-                    data, skeletons, restarts=options.restarts, seed=seed, timeout=3600.0
-                )
-                walls.append(time.perf_counter() - begun)
-                own.append(time.process_time() - used)
-            fitted = [each for each in answers if each.error is None]
-            found[f"{rows} rows"] = {
-                "skeletons_per_second": round(len(skeletons) / statistics.median(walls), 1),
-                "seconds": [round(wall, 3) for wall in walls],
-                "client_cpu_ms_per_skeleton": round(
-                    1e3 * statistics.median(own) / len(skeletons), 3
-                ),
-                "answered_with_a_fit": len(fitted),
-                "finite": sum(bool(np.isfinite(each.loss)) for each in fitted),
-            }
-            print(rows, found[f"{rows} rows"], flush=True)
-    given = {name: getattr(options, name) for name in ("devices", "skeletons", "restarts")}
-    save(options.name, {**given, "seed": SEED, "cases": found}, options.directory)
+        cases = {f"{rows} rows": measured(client, rows, *given) for rows in options.rows}
+    content = {name: getattr(options, name) for name in ("devices", "skeletons", "restarts")}
+    save(options.name, {**content, "seed": SEED, "cases": cases}, options.directory)
 
 
 if __name__ == "__main__":

@@ -3,39 +3,31 @@
 ``run.py service/transport`` starts a server on loopback and writes results/transport.json: a
 value matrix of 120 MB (with an engine that computes nothing, then with the CPU engine, which takes
 the same processors) and an upload of 400 MB. Beside them stand the bounds of the machine in the
-same run: copying memory, SHA-256, and a gRPC stream of the same messages between two processes that
-do nothing else. The best round says what the machine can do, the median what other programs on it
-have left.
+same run: copying memory and SHA-256. The best round says what the machine can do, the median what
+other programs on it have left.
 """
 
 from __future__ import annotations
 
 import hashlib
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import warpfit  # before gRPC, whose poller it chooses
-
-# isort: split
-import grpc
 import numpy as np
 import psutil
 from harness import SEED, ServerProcess, save, seconds_of
 
+import warpfit
 from support.load.faults import injected
-from support.servers.bare_grpc import NO_LIMIT, bare_server, serve
 from warpfit.dataset import Dataset
 from warpfit.transport.call import Request
 
 ROUNDS = 9
 ROWS, PROGRAMS = 100_000, 300
 UPLOAD_ROWS, UPLOAD_VARIABLES = 1_000_000, 100
-#: Size of the messages of a stream, as the client's and the server's.
-PIECE = 1 << 20
 
 
 def rates(size: int, seconds: list[float]) -> dict[str, float]:
@@ -56,50 +48,6 @@ def memory_bounds(size: int) -> dict[str, Any]:
         "memory_copy": rates(size, seconds_of(lambda: np.copyto(target, view), ROUNDS)),
         "sha256": rates(size, seconds_of(lambda: hashlib.sha256(source).digest(), 3)),
     }
-
-
-def pieces(size: int) -> list[bytes]:
-    """Messages of a stream, all of them different memory, as those of a matrix are."""
-    payload = np.random.default_rng(SEED).bytes(size)
-    return [payload[start : start + PIECE] for start in range(0, size, PIECE)]
-
-
-def stream_bounds(answer: int, upload: int) -> dict[str, Any]:
-    """A gRPC stream each way that carries bytes and does nothing with them."""
-    messages = pieces(upload)
-    with (
-        bare_server(__file__, str(answer)) as address,
-        grpc.insecure_channel(address, NO_LIMIT) as channel,
-    ):
-        send = channel.stream_unary("/bench/Send")
-        fetch = channel.unary_stream("/bench/Fetch")
-
-        def take() -> None:
-            for _ in fetch(b""):
-                continue
-
-        take()
-        return {
-            "bare_stream_answer": rates(answer, seconds_of(take, ROUNDS)),
-            "bare_stream_upload": rates(upload, seconds_of(lambda: send(iter(messages)), 5)),
-        }
-
-
-def serve_bare(answer: int) -> None:
-    """Be that process until standard input ends."""
-    messages = pieces(answer)
-
-    def send(messages: Iterator[bytes], _: object) -> bytes:
-        return str(sum(map(len, messages))).encode()
-
-    def fetch(_: bytes, __: object) -> Iterator[bytes]:
-        return iter(messages)
-
-    methods = {
-        "Send": grpc.stream_unary_rpc_method_handler(send),
-        "Fetch": grpc.unary_stream_rpc_method_handler(fetch),
-    }
-    serve("bench", methods, NO_LIMIT)
 
 
 # ------------------------------------------------------------------------------------- warpfit
@@ -179,7 +127,6 @@ def cpu_seconds(front_end: psutil.Process) -> float:
 
 def main() -> None:
     bounds = memory_bounds(ROWS * PROGRAMS * 4)
-    bounds |= stream_bounds(ROWS * PROGRAMS * 4, UPLOAD_ROWS * UPLOAD_VARIABLES * 4)
     with client_and_front_end(**injected("idle=1")) as (client, front_end):
         moved = answers(client, front_end, idle=True)
     with client_and_front_end() as (client, front_end):
@@ -192,4 +139,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    serve_bare(int(sys.argv[1])) if sys.argv[1:] else main()
+    main()

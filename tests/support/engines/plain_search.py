@@ -237,71 +237,13 @@ def trees(
 _compiled = numba_cache.njit(error_model="numpy")
 
 
-@_compiled
-def _simplify(grammar, codes, values, place, length, work):
-    return genome.simplify(grammar, codes, values, place, length, work)
-
-
-@_compiled
-def _is_allowed(grammar, units, codes, values, place, length, work):
-    return genome.is_allowed(grammar, units, codes, values, place, length, work)
-
-
-@_compiled
-def _structure_hash(grammar, codes, values, place, length, words):
-    return genome.structure_hash(grammar, codes, values, place, length, words)
-
-
-@_compiled
-def _first(grammar, units, random, codes, values, place, work):
-    return genome.first_formula(grammar, units, random, codes, values, place, work)
-
-
-@_compiled
-def _draw(grammar, random, codes, values, place):
-    return genome.draw_formula(grammar, random, codes, values, place)
-
-
-@_compiled
-def _vary(
-    grammar, random, codes, values, mother, length, father, other, to_codes, to_values, place
-):
-    return genome.vary(
-        grammar, random, codes, values, mother, length, father, other, to_codes, to_values, place
-    )
-
-
-@_compiled
-def _breed(
-    grammar, units, random, codes, values, lengths, scores, formulas, island, formula,
-    child_codes, child_values, hashes, tried, mask, tries, work, words,
-):  # fmt: skip
-    return genome.breed(
-        grammar, units, random, codes, values, lengths, scores, formulas, island, formula,
-        child_codes, child_values, hashes, tried, mask, tries, work, words,
-    )  # fmt: skip
-
-
-@_compiled
-def _start(random, seed, generation, formula):
-    genome.start_random(random, seed, generation, formula)
-    return 0
-
-
-@_compiled
-def _tried_mark(word, generation):
-    return genome.tried_mark(word, generation)
-
-
 _ON_CPU = {
-    "simplify": _simplify, "is_allowed": _is_allowed, "structure_hash": _structure_hash,
-    "first_formula": _first, "draw_formula": _draw, "vary": _vary, "breed": _breed,
-    "start_random": _start, "tried_mark": _tried_mark,
-}  # fmt: skip
-_KINDS = {
-    np.int32: "int*", np.uint8: "unsigned char*", np.float32: "float*",
-    np.uint64: "unsigned long long*",
-}  # fmt: skip
+    name: _compiled(getattr(genome, name).py_func)
+    for name in (
+        *("simplify", "is_allowed", "structure_hash", "first_formula", "draw_formula"),
+        *("vary", "breed", "start_random", "tried_mark"),
+    )
+}
 
 
 class Genes:
@@ -320,7 +262,7 @@ class Genes:
     def call(self, name: str, *given: Any) -> int:
         """Call a function with arrays and whole numbers; return its result, a whole number."""
         if self._library is None:
-            return int(_ON_CPU[name](*given))
+            return int(_ON_CPU[name](*given) or 0)
         function = getattr(self._library, f"call_{name}")
         function.restype = ctypes.c_uint64 if name in ("structure_hash", "tried_mark") else None
         if function.restype is None:

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Self
@@ -19,8 +18,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 import warpfit.ray
-from support.load.faults import figures, spread
-from support.load.load import Load
+from support.load.several import under_load
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "client" / "examples" / "islands_on_ray.py"
 _NODE = {"num_cpus": 2, "object_store_memory": 80_000_000}
@@ -83,32 +81,32 @@ class RayCluster:
             time.sleep(0.2)
 
 
-def lost_servers(kills: int, clients: int = 4) -> dict[str, Any]:
+def lost_servers(kills: int) -> dict[str, Any]:
     """SIGKILL a server's main process; Ray starts it again."""
+    with RayCluster() as cluster:
 
-    def fault(cluster: RayCluster) -> None:
-        _kill(cluster.servers()[0])
+        def fault(index: int) -> None:
+            _kill(cluster.servers()[0])
 
-    return _under_load(fault, lambda cluster: cluster.wait_for_servers(), kills, clients)
+        return under_load(cluster, "faults", kills, fault, lambda _: cluster.wait_for_servers())
 
 
-def lost_nodes(kills: int, clients: int = 4) -> dict[str, Any]:
+def lost_nodes(kills: int) -> dict[str, Any]:
     """SIGKILL a node with all that is on it, then add another one."""
+    with RayCluster() as cluster:
 
-    def repair(cluster: RayCluster) -> None:
-        cluster.add_node()
-        cluster.wait_for_servers()
+        def repair(index: int) -> None:
+            cluster.add_node()
+            cluster.wait_for_servers()
 
-    return _under_load(RayCluster.lose_node, repair, kills, clients)
+        return under_load(cluster, "faults", kills, lambda _: cluster.lose_node(), repair)
 
 
-def rolling_restart(rounds: int, clients: int = 4) -> dict[str, Any]:
+def rolling_restart(rounds: int) -> dict[str, Any]:
     """Restart one server after the other."""
-
-    def fault(cluster: RayCluster) -> None:
-        warpfit.ray.restart(cluster.namespace)
-
-    return _under_load(fault, lambda _: None, rounds, clients)
+    with RayCluster() as cluster:
+        namespace = cluster.namespace
+        return under_load(cluster, "faults", rounds, lambda _: warpfit.ray.restart(namespace))
 
 
 def lost_while_searching() -> dict[str, Any]:
@@ -150,32 +148,6 @@ def _disturb(cluster: RayCluster, killed: list[str]) -> None:
             _kill((workers if what == "worker" else cluster.servers())[0])
         killed.append(what)
         time.sleep(0.5)
-
-
-def _under_load(
-    fault: Callable[[RayCluster], None],
-    repair: Callable[[RayCluster], None],
-    times: int,
-    clients: int,
-) -> dict[str, Any]:
-    gaps, repairs = [], []
-    with RayCluster() as cluster, Load(cluster.address, clients) as load:
-        for _ in range(times):
-            load.wait_for_answers(10)
-            began = time.monotonic()
-            fault(cluster)
-            load.wait_for_answers(10)
-            gaps.append(max(load.gaps(began, time.monotonic())))
-            repair(cluster)
-            repairs.append(time.monotonic() - began)
-            load.wait_for_answers(10)
-    return {
-        "faults": times,
-        "clients": clients,
-        **figures(load),
-        **spread("client_gap_seconds", gaps),
-        **spread("seconds_until_all_servers_are_back", repairs),
-    }
 
 
 def _example() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ class Fleet:
         self._flags = [("--threads", "1", "--port", str(free_port())) for _ in range(count)]
         self.servers = [ServerProcess(*flags) for flags in self._flags]
         self.address = ",".join(server.address for server in self.servers)
+        self.size = count
 
     def __enter__(self) -> Fleet:
         return self
@@ -52,52 +53,49 @@ class Fleet:
         self.servers[index] = ServerProcess(*self._flags[index])
 
 
-def lost_servers(kills: int, clients: int = 6) -> dict[str, Any]:
-    """SIGKILL one server after the other, and start each again; the longest gap of each client."""
-    gaps: list[float] = []
-    with Fleet() as fleet, Load(fleet.address, clients) as load:
-        for number in range(kills):
-            index = number % len(fleet.servers)
-            load.wait_for_answers(10)
-            killed = time.monotonic()
-            fleet.kill(index)
-            load.wait_for_answers(10)
-            gaps.append(max(load.gaps(killed, time.monotonic())))
-            fleet.replace(index)
-    return {
-        "kills": kills,
-        "clients": clients,
-        **figures(load),
-        **spread("client_gap_seconds", gaps),
-    }
+def under_load(
+    cluster: Any,
+    counted: str,
+    times: int,
+    fault: Callable[[int], object],
+    repair: Callable[[int], object] = lambda number: None,
+) -> dict[str, Any]:
+    """Provoke a fault of some servers under load, and repair it; each client's longest gap.
 
-
-def frozen_servers(stops: int, clients: int = 6) -> dict[str, Any]:
-    """SIGSTOP one server after the other, for longer than clients wait for a sign of life."""
-    gaps: list[float] = []
-    with Fleet() as fleet, Load(fleet.address, clients) as load:
-        for number in range(stops):
+    ``counted`` is the name of the number of times; fault and repair get which of the servers it is.
+    """
+    gaps, clients = [], 6
+    with Load(cluster.address, clients) as load:
+        for number in range(times):
             load.wait_for_answers(10)
-            stopped = time.monotonic()
-            with fleet.frozen(number % len(fleet.servers)):
-                time.sleep(5.0)
-                load.wait_for_answers(10)
-                gaps.append(max(load.gaps(stopped, time.monotonic())))
+            began = time.monotonic()
+            fault(number % cluster.size)
             load.wait_for_answers(10)
-    return {
-        "stops": stops,
-        "clients": clients,
-        **figures(load),
-        **spread("client_gap_seconds", gaps),
-    }
-
-
-def rolling_restart(rounds: int, clients: int = 6) -> dict[str, Any]:
-    """Replace one server after the other under load."""
-    with Fleet() as fleet, Load(fleet.address, clients) as load:
-        for _ in range(rounds):
-            for index in range(len(fleet.servers)):
-                load.wait_for_answers(10)
-                fleet.replace(index)
+            gaps.append(max(load.gaps(began, time.monotonic())))
+            repair(number % cluster.size)
         load.wait_for_answers(10)
-    return {"restarts": 3 * rounds, **figures(load)}
+    seen = {**figures(load), **spread("client_gap_seconds", gaps)}
+    return {counted: times, "clients": clients, **seen}
+
+
+def lost_servers(kills: int) -> dict[str, Any]:
+    """SIGKILL one server after the other, and start each again."""
+    with Fleet() as fleet:
+        return under_load(fleet, "kills", kills, fleet.kill, fleet.replace)
+
+
+def frozen_servers(stops: int) -> dict[str, Any]:
+    """SIGSTOP one server after the other, for longer than clients wait for a sign of life."""
+    with Fleet() as fleet, ExitStack() as held:
+
+        def stop(index: int) -> None:
+            held.enter_context(fleet.frozen(index))
+            time.sleep(5.0)
+
+        return under_load(fleet, "stops", stops, stop, lambda index: held.close())
+
+
+def rolling_restart(rounds: int) -> dict[str, Any]:
+    """Replace one server after the other under load."""
+    with Fleet() as fleet:
+        return under_load(fleet, "restarts", 3 * rounds, fleet.replace)

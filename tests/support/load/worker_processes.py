@@ -6,8 +6,7 @@ import gc
 import itertools
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -67,8 +66,8 @@ def work(number: int, orders: Connection) -> None:
     """Serve the orders of the main process: connect, then call until the time is up.
 
     An order has address, programs a call, rows, seconds, and what is sent: other batches for each
-    call (None), the same as messages that were encoded before (`ENCODED`), one batch again and
-    again (0), or batches that come some times each (`Repeats`).
+    call (None), the same as messages that were encoded before (`ENCODED`), or one batch again and
+    again (0).
     """
     pool = Pool(SEED + 1 + number % 16, 2_000)
     pool.random = np.random.default_rng(SEED + number)
@@ -80,9 +79,7 @@ def work(number: int, orders: Connection) -> None:
         address, programs, rows, seconds, fresh = order
         with warpfit.connect(address) as client:
             data = client.upload(*table(rows))
-            if isinstance(fresh, Repeats):
-                send = moved(client, data, pool, programs, fresh)
-            elif fresh == ENCODED:
+            if fresh == ENCODED:
                 calls = int(seconds * PROGRAMS_A_SECOND / programs)
                 send = encoded(address, data, pool, programs, calls)
             elif fresh is None:
@@ -98,14 +95,6 @@ def work(number: int, orders: Connection) -> None:
 
 #: An order for messages that were encoded before the time is taken.
 ENCODED: Final = "encoded"
-
-
-class Repeats(NamedTuple):
-    """What a local search sends: a batch some times with new parameters, then another one."""
-
-    times: int
-    tier: str = "auto"
-    gradient: bool = False
 
 
 class Answer(NamedTuple):
@@ -177,29 +166,6 @@ def encoded(address: str, data: Any, pool: Pool, count: int, calls: int) -> Call
     return send
 
 
-def moved(
-    client: warpfit.Client, data: Any, pool: Pool, count: int, repeats: Repeats
-) -> Callable[[], Answer]:
-    """Return what sends the batches of a local search."""
-    options = {"tier": repeats.tier, "gradient": repeats.gradient}
-
-    def batches() -> Iterator[Batch]:
-        while True:
-            batch = pool.draw(count)
-            for _ in range(repeats.times):
-                factors = pool.random.uniform(0.9, 1.1, len(batch.parameters))
-                yield replace(batch, parameters=batch.parameters * factors)
-
-    sent = batches()
-
-    def send() -> Answer:
-        batch = next(sent)
-        answer = client.run(data, batch, loss="mse", precision="fast", **options)
-        return Answer(len(batch.codes), answer.timings.device, b"")
-
-    return send
-
-
 def repeat(client: warpfit.Client, data: Any, batch: Batch) -> Answer:
     """Evaluate a batch that was evaluated before."""
     answer = client.run(data, batch, loss="mse", precision="fast", tier="interpreter")
@@ -263,14 +229,8 @@ class Workers:
         self, count: int, order: tuple[Any, ...], meanwhile: Callable[[], None] = lambda: None
     ) -> list[dict[str, Any]]:
         """Have some workers call at the same time; return what each has found."""
-        return self.run_each([order] * count, meanwhile)
-
-    def run_each(
-        self, orders: Sequence[tuple[Any, ...]], meanwhile: Callable[[], None] = lambda: None
-    ) -> list[dict[str, Any]]:
-        """Have a worker for each order call at the same time; return what each has found."""
-        ends = self._ends[: len(orders)]
-        for end, order in zip(ends, orders, strict=True):
+        ends = self._ends[:count]
+        for end in ends:
             end.send(order)
         for end in ends:
             end.recv()
