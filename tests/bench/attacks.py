@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-import resource
 import signal
 import tempfile
 import threading
@@ -22,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,8 +28,6 @@ import grpc
 import numpy as np
 import psutil
 from harness import SEED, ServerProcess, save
-from mcp_attacks import ATTACKS as MCP_ATTACKS
-from mcp_attacks import measured
 
 import warpfit
 from support.load.callers import on_cores
@@ -467,100 +463,6 @@ def attacked(name: str, seconds: float) -> dict[str, Any]:
         }
 
 
-def few_descriptors() -> dict[str, Any]:
-    """H3: calls of many sizes where a process may open 1,024 files; then an engine dies."""
-    queue = _CONTEXT.Queue()
-    process = _CONTEXT.Process(target=_with_few_descriptors, args=(queue,))
-    process.start()
-    found: dict[str, Any] = queue.get(timeout=120)
-    process.join()
-    return found
-
-
-def _with_few_descriptors(queue: Any) -> None:
-    """Process: what it starts may open 1,024 files and raise its limit no further."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-    with served() as (server, scene, _):
-        queue.put(_fill_with_segments(server, scene))
-
-
-def _fill_with_segments(server: ServerProcess, scene: Scene) -> dict[str, Any]:
-    X = np.random.default_rng(SEED).normal(size=(4096, 1)).astype("f4")
-    failures: dict[str, int] = {"calls": 0, "uploads": 0, "new_sizes": 0}
-    clients = [scene.client(tenant) for tenant in ("greedy", "second") for _ in range(16)]
-    data = [client.upload(X, X[:, 0]) for client in clients]
-    for size in (1, 4, 8, 16, 32, 64, 128, 256):
-
-        def work(number: int, size: int = size) -> None:
-            for _ in range(3):
-                try:
-                    clients[number].evaluate(data[number], ["x1"] * size)
-                except warpfit.WarpfitError:
-                    failures["calls"] += 1
-
-        in_threads(len(clients), work)
-    innocent = Innocent(scene)
-    for number in range(20):
-        try:
-            innocent.client.upload(X + number)
-        except warpfit.WarpfitError:
-            failures["uploads"] += 1
-        try:
-            innocent.client.evaluate(innocent.data, ["x1"] * (2 + 150 * number), timeout=5)
-        except warpfit.WarpfitError:
-            failures["new_sizes"] += 1
-    family = {name: process.num_fds() for name, process in server.family().items()}
-    server.kill_engine()
-    killed, replaced = time.monotonic(), None
-    while time.monotonic() < killed + 20 and replaced is None:
-        if check(scene.address) == "SERVING" and innocent.measure(0.1)["failed"] == 0:
-            replaced = round(time.monotonic() - killed, 1)
-    return {"failed": failures, "descriptors": family, "engine_replaced_after_s": replaced}
-
-
-def calls_after_refusals() -> dict[str, Any]:
-    """A1: single calls of a tenant whose calls were refused before, while another one calls."""
-    stop, codes = threading.Event(), []
-    with served() as (_, scene, _):
-        innocent = Innocent(scene)
-        attacking = threading.Thread(target=refused_calls, args=(scene, stop))
-        attacking.start()
-        time.sleep(5)
-        stop.set()
-        attacking.join()
-        client, data = long_data(scene, 1000)
-        for _ in range(8):
-            innocent.measure(0.2)
-            try:
-                client.evaluate(data, ["x1"], loss="mse", timeout=5)
-                codes.append("OK")
-            except warpfit.WarpfitError as error:
-                codes.append(error.reason)
-    return {code: codes.count(code) for code in set(codes)}
-
-
-def stopped_main() -> dict[str, Any]:
-    """H10: what front ends say of their readiness while the main process hangs."""
-    with served("--front-ends", "3") as (server, scene, _):
-        main = psutil.Process(server.process.pid)
-        main.suspend()
-        began, answers = time.monotonic(), []
-        try:
-            while time.monotonic() < began + 12:
-                status = check(scene.address, timeout=1.0)
-                answers.append((round(time.monotonic() - began, 1), status))
-                time.sleep(0.1)
-        finally:
-            main.resume()
-        said = [at for at, status in answers if status == "SERVING"]
-        time.sleep(1)
-        return {
-            "last_said_SERVING_after_s": max(said, default=0.0),
-            "answers": {s: sum(a[1] == s for a in answers) for s in {a[1] for a in answers}},
-            "afterwards": check(scene.address),
-        }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=8.0, help="of each attack")
@@ -568,21 +470,11 @@ def main() -> None:
     parser.add_argument("--name", default="attacks", help="of the result")
     parser.add_argument("--folder", type=Path, help="of the result")
     options = parser.parse_args()
-    others: dict[str, Callable[[], dict[str, Any]]] = {
-        "H3 few descriptors": few_descriptors,
-        "H10 a main process that hangs": stopped_main,
-        "A1 single calls after refusals": calls_after_refusals,
-        **{name: partial(measured, name) for name in MCP_ATTACKS},
-    }
     found: dict[str, Any] = {}
     with on_cores(set(sorted(os.sched_getaffinity(0))[:2])):
         for name in ATTACKS:
             if name.split()[0] == options.only or not options.only:
                 found[name] = attacked(name, options.seconds)
-                print(name, found[name], flush=True)
-        for name, measure in others.items():
-            if name.split()[0] == options.only or not options.only:
-                found[name] = measure()
                 print(name, found[name], flush=True)
     load = round(os.getloadavg()[0], 1)
     save(options.name, {"seed": SEED, "load_average": load, "attacks": found}, options.folder)

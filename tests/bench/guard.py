@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from harness import SEED, ServerProcess, percentiles, save
 
 import warpfit
@@ -230,27 +229,21 @@ def watched(target: Target) -> Iterator[tuple[Any, Outcomes]]:
 
 
 class Account:
-    """Answers and CPU time of one kind of phase, of which there are several.
+    """Answers of one kind of phase, of which there are several.
 
     The first quarter of a phase, in which its calls begin to queue, does not count, nor what is
     answered after its end.
     """
 
-    def __init__(self, family: list[psutil.Process], crew: Crew, seconds: float) -> None:
-        self._family = family
-        self._crew = crew
+    def __init__(self, seconds: float) -> None:
         self._length = seconds
-        self._cpu = np.zeros(len(family) + 1)
-        self._wall = 0.0
         self._counted: list[tuple[float, float]] = []
         self.outcomes: Outcomes = []
 
     def phase(self, calls: Callable[[float], Outcomes]) -> None:
         """Count what calls of so many seconds bring."""
-        before, started = self._used(), time.perf_counter()
+        started = time.perf_counter()
         self.outcomes += calls(self._length)
-        self._wall += time.perf_counter() - started
-        self._cpu += self._used() - before
         self._counted.append((started + self._length / 4, started + self._length))
 
     @property
@@ -269,36 +262,20 @@ class Account:
         )
         return counted / sum(end - begin for begin, end in self._counted)
 
-    @property
-    def per_core_second(self) -> float:
-        """Answers for each second of the server's own CPU time, whatever neighbours took."""
-        return len(_times(self.outcomes)) / float(self._cpu[:-1].sum())
 
-    def cores(self) -> dict[str, float]:
-        """Cores that were busy with what, on average; the engine comes last of the family."""
-        *front_ends, engine, generator = (self._cpu / self._wall).tolist()
-        named = {"front_ends": sum(front_ends), "engine": engine, "generator": generator}
-        return {name: round(cores, 3) for name, cores in named.items()}
-
-    def _used(self) -> Any:
-        times = [process.cpu_times() for process in self._family]
-        return np.array([*(t.user + t.system for t in times), self._crew.cpu_seconds()])
-
-
-def overload(process: ServerProcess, target: Target, crew: Crew, seconds: float) -> dict[str, Any]:
+def overload(target: Target, crew: Crew, seconds: float) -> dict[str, Any]:
     """Peak of closed loops, and ten times as much, in turn.
 
     Ten times the rate from callers that take no advice, and ten times the clients, which come again
     when they are told to, as warpfit's own do.
     """
-    family = list(process.family().values())
     trials = {}
     for count in CLIENTS:
-        trial = Account(family, crew, seconds / 2)
+        trial = Account(seconds / 2)
         trial.phase(partial(crew.closed, count))
         trials[count] = trial.answered
     clients = max(trials, key=trials.__getitem__)
-    peak, beyond, patient = (Account(family, crew, seconds / 2) for _ in range(3))
+    peak, beyond, patient = (Account(seconds / 2) for _ in range(3))
     with watched(target) as (go, seen):
         for _ in range(ROUNDS):
             peak.phase(partial(crew.closed, clients))
@@ -317,9 +294,6 @@ def overload(process: ServerProcess, target: Target, crew: Crew, seconds: float)
         "offered_calls_per_second": round(beyond.called, 1),
         "goodput_calls_per_second": round(beyond.answered, 1),
         "goodput_of_peak": round(beyond.answered / peak.answered, 3),
-        "goodput_of_peak_for_the_same_cpu_time": round(
-            beyond.per_core_second / peak.per_core_second, 3
-        ),
         "refused": milliseconds(refused),
         "refused_as_one_client_saw_it": milliseconds(_times(seen, "RESOURCE_EXHAUSTED")),
         "answered": milliseconds(_times(beyond.outcomes)),
@@ -328,13 +302,7 @@ def overload(process: ServerProcess, target: Target, crew: Crew, seconds: float)
             "calls_per_second": round(patient.called, 1),
             "goodput_calls_per_second": round(patient.answered, 1),
             "goodput_of_peak": round(patient.answered / peak.answered, 3),
-            "goodput_of_peak_for_the_same_cpu_time": round(
-                patient.per_core_second / peak.per_core_second, 3
-            ),
-            "busy_cores": patient.cores(),
         },
-        "busy_cores_at_the_peak": peak.cores(),
-        "busy_cores_at_overload": beyond.cores(),
     }
 
 
@@ -348,19 +316,8 @@ def overloaded(engine: str, asked: Work, seconds: float) -> dict[str, Any]:
         held.enter_context(on_cores(set(cores[:count])))
         target = prepared(process.address, tokens["victim"], asked.overload)
         crew = held.enter_context(Crew(target, count, CALLERS))
-        result = overload(process, target, crew, seconds)
+        result = overload(target, crew, seconds)
     return {"server_cores": len(cores) - count, "generator_cores": count, **result}
-
-
-def noise(seconds: float = 3.0) -> dict[str, float]:
-    """By how much this machine, with whatever else it does, oversleeps a millisecond."""
-    late = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        started = time.perf_counter()
-        time.sleep(1e-3)
-        late.append(time.perf_counter() - started - 1e-3)
-    return milliseconds(late)
 
 
 @contextmanager
@@ -385,7 +342,6 @@ def main() -> None:
     sys.setswitchinterval(TURN_SECONDS)
     asked = WORK[options.engine]
     busy = round(os.getloadavg()[0], 1)  # other programs of the machine slow everything down
-    quiet = noise()
     too_much = overloaded(options.engine, asked, options.seconds)
     with server(options.engine, limits=f"[default]\nrate = {RATE}\n") as (process, tokens):
         fairness = greedy(process.address, tokens, asked, options.seconds)
@@ -394,8 +350,6 @@ def main() -> None:
         "engine": options.engine,
         "calls_a_second_of_each_tenant_beside_another": RATE,
         "load_average_before": busy,
-        "oversleeping_before": quiet,
-        "oversleeping_afterwards": noise(),
         "greedy_tenant": fairness,
         "ten_times_overload": too_much,
     }

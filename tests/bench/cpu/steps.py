@@ -117,8 +117,8 @@ def chain(tokens: int, term: str = "x{}", sign: str = "+") -> str:
     return sign.join(term.format(1 + k % 2) for k in range(tokens // 2))
 
 
-def cases(scale: float) -> Iterator[tuple[str, Case]]:
-    """Yield the cases by name; ``scale`` makes rows, programs and variables fewer."""
+def cases(scale: float) -> dict[str, Case]:
+    """Return the cases by name; ``scale`` makes rows, programs and variables fewer."""
 
     def n(count: int) -> int:
         return max(1, int(count * scale))
@@ -126,9 +126,8 @@ def cases(scale: float) -> Iterator[tuple[str, Case]]:
     loss = {"loss": Loss.MSE, "values": False}
     million = Shape(n(1_000_000))
     many = Shape(n(30_000_000), 1)
-    wide = Shape(1024, n(100_000))
-    small = Shape(1000)
-    double = replace(million, dtype="float64")
+    wide, small = Shape(1024, n(100_000)), Shape(1000)
+    double, part = replace(million, dtype="float64"), replace(many, weightless=0.5)
     outputs = {
         "losses": loss,
         "values": {},
@@ -145,41 +144,31 @@ def cases(scale: float) -> Iterator[tuple[str, Case]]:
             "custom_loss": LossFunction.parse(LONG_LOSS), "values": False, "gradient": True,
         },
     }  # fmt: skip
-    few = {"values", "jacobian"}  # whose answers are long
+    found: dict[str, Case] = {}
+
+    def add(name: str, shape: Shape, batch: Callable[[], Batch], *given: Any, **more: Any) -> None:
+        found[name] = Case(shape, batch, *given, **more)
+
+    line, curve = "p1*x1", "p1*exp(p2*x1)+p3"
     for name, options in outputs.items():
-        count = 200 if name not in few else 100
-        yield (
-            f"{name}: short programs, 1,000,000 rows",
-            Case(million, repeated("p1*x1", count), options),
-        )
-        yield f"{name}: float64", Case(double, repeated("p1*x1", count // 2), options)
+        count, programs = (100, 20_000) if name in ("values", "jacobian") else (200, 100_000)
+        add(f"{name}: short programs, 1,000,000 rows", million, repeated(line, count), options)
+        add(f"{name}: float64", double, repeated(line, count // 2), options)
         if name != "jacobian":
-            long = repeated(chain(9_999), 4)
-            yield f"{name}: 10,000 tokens, 1,000,000 rows", Case(million, long, options)
-            dear = repeated(chain(9_999, "sin(x{})"), 2)
-            yield f"{name}: 10,000 dear tokens, 1,000,000 rows", Case(million, dear, options)
-        yield f"{name}: 30,000,000 rows", Case(many, repeated("p1*x1", 4), options)
-        yield (
-            f"{name}: 100,000 programs",
-            Case(small, mixed(n(100_000 if name not in few else 20_000)), options),
-        )
+            long, dear = repeated(chain(9_999), 4), repeated(chain(9_999, "sin(x{})"), 2)
+            add(f"{name}: 10,000 tokens, 1,000,000 rows", million, long, options)
+            add(f"{name}: 10,000 dear tokens, 1,000,000 rows", million, dear, options)
+        add(f"{name}: 30,000,000 rows", many, repeated(line, 4), options)
+        add(f"{name}: 100,000 programs", small, mixed(n(programs)), options)
         vectors = repeated("p1*x1+p2", n(100), n(10_000))
-        yield f"{name}: 100 programs of 10,000 vectors", Case(Shape(50), vectors, options)
-        part = replace(many, weightless=0.5)
-        yield (
-            f"{name}: half of 30,000,000 rows without weight",
-            Case(part, repeated("p1*x1", 2), options),
-        )
+        add(f"{name}: 100 programs of 10,000 vectors", Shape(50), vectors, options)
+        without = "half of 30,000,000 rows without weight"
+        add(f"{name}: {without}", part, repeated(line, 2), options)
     for name in ("r2", "scaling", "correlation"):
-        yield (
-            f"{name}: changing row ranges",
-            Case(many, repeated("p1*x1", 1), outputs[name], ranges=4),
-        )
-    yield (
-        "variable gradient: 100,000 variables",
-        Case(wide, repeated("x1", n(200)), outputs["variable gradient"]),
-    )
-    yield "losses: 100,000 variables", Case(wide, repeated("x1", n(2000)), loss)
+        add(f"{name}: changing row ranges", many, repeated(line, 1), outputs[name], ranges=4)
+    slopes = outputs["variable gradient"]
+    add("variable gradient: 100,000 variables", wide, repeated("x1", n(200)), slopes)
+    add("losses: 100,000 variables", wide, repeated("x1", n(2000)), loss)
     one = {"max_iterations": 2}
     settings = {
         "fit": one,
@@ -188,39 +177,26 @@ def cases(scale: float) -> Iterator[tuple[str, Case]]:
         "covariance": {**one, "covariance": True, "standard_errors": True, "curvature": True},
         "all starts": {**one, "all_starts": True, "restarts": 3},
     }
+    five = "+".join(f"p{k}*x{1 + k % 2}" for k in range(1, 501))
     for name, fit in settings.items():
-        problem = loss
-        yield f"{name}: 30,000,000 rows", Case(many, repeated("p1*x1", 1), problem, fit)
-        yield f"{name}: float64", Case(double, repeated("p1*exp(p2*x1)+p3", 10), problem, fit)
-        yield f"{name}: 100,000 variables", Case(wide, repeated("p1*x1", 1), problem, fit)
-        yield f"{name}: 100,000 programs", Case(small, mixed(n(100_000)), problem, fit)
-        yield (
-            f"{name}: 10,000 starts",
-            Case(small, repeated("p1*exp(p2*x1)+p3", 10, n(10_000)), problem, fit),
-        )
-        five = "+".join(f"p{k}*x{1 + k % 2}" for k in range(1, 501))
-        yield f"{name}: 500 parameters", Case(small, repeated(five, 4), problem, fit)
-        part = replace(many, weightless=0.5)
-        yield (
-            f"{name}: half of 30,000,000 rows without weight",
-            Case(part, repeated("p1*x1", 1), problem, fit),
-        )
+        add(f"{name}: 30,000,000 rows", many, repeated(line, 1), loss, fit)
+        add(f"{name}: float64", double, repeated(curve, 10), loss, fit)
+        add(f"{name}: 100,000 variables", wide, repeated(line, 1), loss, fit)
+        add(f"{name}: 100,000 programs", small, mixed(n(100_000)), loss, fit)
+        add(f"{name}: 10,000 starts", small, repeated(curve, 10, n(10_000)), loss, fit)
+        add(f"{name}: 500 parameters", small, repeated(five, 4), loss, fit)
+        add(f"{name}: {without}", part, repeated(line, 1), loss, fit)
     own = {"custom_loss": LossFunction.parse(LONG_LOSS), "values": False}
-    yield "fit of an own loss: 1,000,000 rows", Case(million, repeated("p1*x1", 20), own, one)
-    drawn = {**one, "restarts": n(9_000)}
-    yield "fit: 9,000 restarts", Case(small, repeated("p1*exp(p2*x1)+p3", 10), loss, drawn)
-    yield (
-        "fit: restarts of 20,000 programs",
-        Case(small, mixed(n(20_000)), loss, {**one, "restarts": 10}),
-    )
-    yield (
-        "fit: 100,000 variables, restarts",
-        Case(wide, repeated("p1*x1", 1), loss, {**one, "restarts": 10}),
-    )
+    add("fit of an own loss: 1,000,000 rows", million, repeated(line, 20), own, one)
+    drawn, ten = {**one, "restarts": n(9_000)}, {**one, "restarts": 10}
+    add("fit: 9,000 restarts", small, repeated(curve, 10), loss, drawn)
+    add("fit: restarts of 20,000 programs", small, mixed(n(20_000)), loss, ten)
+    add("fit: 100,000 variables, restarts", wide, repeated(line, 1), loss, ten)
+    return found
 
 
-def search_cases(scale: float) -> Iterator[tuple[str, Case]]:
-    """Yield searches by name, as `cases` yields other requests."""
+def search_cases(scale: float) -> dict[str, Case]:
+    """Return searches by name, as `cases` returns other requests."""
 
     def n(count: int) -> int:
         return max(1, int(count * scale))
@@ -232,37 +208,28 @@ def search_cases(scale: float) -> Iterator[tuple[str, Case]]:
     length = np.ones((2, BASE_UNITS))
     powers = {"units": Units(length, length[0], True), **plain}
     rules = Rules(nesting={("exp", "exp"): 0, ("sin", "exp"): 1}, counts={"sin": 1}, max_depth=6)
-    for name, shape, options in (
-        ("usual", small, usual),
-        ("float64", replace(small, dtype="float64"), usual),
-        ("pairs, 5,000 screening rows", Shape(5000), {**usual, "screening_rows": 5000}),
-        ("long formulas", small, {**usual, "rules": Rules(max_size=200)}),
-        ("mean absolute error", small, {**usual, "loss": Loss.MAE}),
-        ("own dear loss", small, {**few, "custom_loss": LossFunction.parse(LONG_LOSS)}),
-        ("units", small, powers),
-        ("rules", small, {**plain, "rules": rules, "population": n(100_000)}),
-        ("a population of 1,000,000", small, {**short, **plain, "population": n(1_000_000)}),
-        (
-            "65,536 islands",
-            small,
-            {**short, **plain, "population": n(300_000), "islands": n(65_536), "fit_iterations": 1},
-        ),
-        (
-            "1,000,000 screening rows",
-            Shape(n(1_000_000)),
-            {**short, **plain, "population": 100, "screening_rows": n(1_000_000)},
-        ),
-        ("30,000,000 rows", many, plain),
-        ("half of 30,000,000 rows without weight", replace(many, weightless=0.5), plain),
-        ("100,000 variables", wide, few),
-        (
-            "20,000 guesses",
-            small,
-            {**plain, "guesses": repeated("p1*exp(p2*x1)+p3*x2", n(20_000))()},
-        ),
-        ("many iterations", small, {**plain, "fit_iterations": 10_000}),
-    ):
-        yield f"search: {name}", Case(shape, search=options)
+    crowd = {**short, **plain, "population": n(300_000), "islands": n(65_536)}
+    screened = {**short, **plain, "population": 100, "screening_rows": n(1_000_000)}
+    guesses = repeated("p1*exp(p2*x1)+p3*x2", n(20_000))()
+    asked: dict[str, tuple[Shape, dict[str, Any]]] = {
+        "usual": (small, usual),
+        "float64": (replace(small, dtype="float64"), usual),
+        "pairs, 5,000 screening rows": (Shape(5000), {**usual, "screening_rows": 5000}),
+        "long formulas": (small, {**usual, "rules": Rules(max_size=200)}),
+        "mean absolute error": (small, {**usual, "loss": Loss.MAE}),
+        "own dear loss": (small, {**few, "custom_loss": LossFunction.parse(LONG_LOSS)}),
+        "units": (small, powers),
+        "rules": (small, {**plain, "rules": rules, "population": n(100_000)}),
+        "a population of 1,000,000": (small, {**short, **plain, "population": n(1_000_000)}),
+        "65,536 islands": (small, {**crowd, "fit_iterations": 1}),
+        "1,000,000 screening rows": (Shape(n(1_000_000)), screened),
+        "30,000,000 rows": (many, plain),
+        "half of 30,000,000 rows without weight": (replace(many, weightless=0.5), plain),
+        "100,000 variables": (wide, few),
+        "20,000 guesses": (small, {**plain, "guesses": guesses}),
+        "many iterations": (small, {**plain, "fit_iterations": 10_000}),
+    }
+    return {f"search: {name}": Case(shape, search=given) for name, (shape, given) in asked.items()}
 
 
 def status(name: str) -> int:
@@ -341,7 +308,7 @@ def main() -> None:
     engine._load_derivatives().result()
     datasets = LoadedDatasets(engine)
     found: dict[str, dict[str, float]] = {}
-    for name, case in (*cases(options.scale), *search_cases(options.scale)):
+    for name, case in (cases(options.scale) | search_cases(options.scale)).items():
         if options.only not in name:
             continue
         for _ in range(options.rounds):

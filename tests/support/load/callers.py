@@ -157,10 +157,6 @@ class Crew:
         """An open loop of a rate."""
         return self._run([("open", rate / len(self._ends), seconds)] * len(self._ends))
 
-    def cpu_seconds(self) -> float:
-        """CPU time of the processes so far."""
-        return sum(self._ask([("cpu", 0, 0.0)] * len(self._ends)))
-
     def _run(self, orders: list[tuple[str, float, float]]) -> Outcomes:
         return [outcome for part in self._ask(orders) for outcome in part]
 
@@ -180,9 +176,7 @@ def _serve_crew(target: Target, count: int, end: Any) -> None:
     end.send(None)
     while (order := end.recv()) is not None:
         kind, amount, seconds = order
-        if kind == "cpu":
-            end.send(time.process_time())
-        elif kind == "closed":
+        if kind == "closed":
             end.send(closed_loops(callers[:amount], seconds))
         else:
             end.send(open_loop(callers, amount, seconds))

@@ -10,12 +10,13 @@ from scipy.optimize import lsq_linear
 
 from support.engines import nist
 from support.engines.fits import fit, tight
-from support.engines.gradients import Formula
 from support.engines.more_garbow_hillstrom import problems
 from warpfit import Reason
 from warpfit.calls import splitting
 from warpfit.dataset import Dataset
+from warpfit.expressions import reference
 from warpfit.fitting import Accuracy, Tolerances
+from warpfit.parse import parse
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.fit import driver
 
@@ -207,7 +208,7 @@ def test_laws_of_two_equal_terms_are_found(text, truth, noise):
     This noise bends the law the other way than terms that differ.
     """
     x = np.linspace(0.1, 3.0, 40)
-    y = Formula(text, x[:, None]).values(np.array(truth)) - noise * (x - 1.5) ** 2 + noise
+    y = reference.evaluate_program(parse(text), x[None], truth) - noise * (x - 1.5) ** 2 + noise
     data = Dataset.of(x[:, None], y, dtype="float64")
     start = np.array(truth) * np.linspace(0.5, 1.2, len(truth))
     found = fit(data, [text], [start], **tight(Accuracy.FINAL))
