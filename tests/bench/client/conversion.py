@@ -50,35 +50,12 @@ def deap_trees(count: int) -> list[Any]:
     return trees
 
 
-def gplearn_programs(count: int) -> list[Any]:
-    """Programs of `NODES` nodes or one more."""
-    from gplearn._program import _Program
-    from gplearn.functions import _function_map
-
-    names = ("add", "sub", "mul", "div", "neg", "sin", "log")
-    functions = [_function_map[name] for name in names]
-    arities: dict[int, list[Any]] = {1: functions[4:], 2: functions[:4]}
-    state = np.random.RandomState(random.randrange(2**31))
-    programs: list[Any] = []
-    while len(programs) < count:
-        program = _Program(
-            *(functions, arities, (3, 6), "grow", 5, (-1.0, 1.0), None, 0.05, 0.001, state)
-        )
-        if NODES <= len(program.program) <= NODES + 1:
-            programs.append(program)
-    return programs
-
-
 def texts(count: int) -> list[str]:
     """Return the texts of `deap_trees`."""
     return [str(as_program(tree)) for tree in deap_trees(count)]
 
 
-KINDS: dict[str, Callable[[int], list[Any]]] = {
-    "deap": deap_trees,
-    "gplearn": gplearn_programs,
-    "text": texts,
-}
+KINDS: dict[str, Callable[[int], list[Any]]] = {"deap": deap_trees, "text": texts}
 
 
 def microseconds(handle: DatasetHandle, kind: str, seed: int, count: int) -> float:

@@ -21,16 +21,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pyoperon
 from harness import medians_in_turn, outputs_of, save
 from numpy.typing import NDArray
+from peers import OperonFits, Table
 
 from support.engines.references import reference_loss
 from support.random_programs import random_program, thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
 from warpfit.fitting import FitRequest, FitSettings, Method
-from warpfit.frontends.operon import to_operon_infix
 from warpfit.ir import Batch, Program
 from warpfit.losses import SQUARES
 from warpfit.request import Evaluation, Loss, Precision
@@ -82,62 +81,27 @@ def problem(rows: int, trees: int, seed: int) -> Problem:
 
 
 class Peer:
-    """pyoperon's Levenberg-Marquardt on a problem; keeps alive what pyoperon does not."""
+    """pyoperon's Levenberg-Marquardt on a problem."""
 
     def __init__(self, given: Problem, iterations: int) -> None:
-        rows = len(given.target)
-        self._array = np.asfortranarray(np.column_stack([given.matrix, given.target]))
-        self._dataset = dataset = pyoperon.Dataset(self._array)
-        self._problem = pyoperon.Problem(dataset)
-        self._problem.TrainingRange = pyoperon.Range(0, rows)
-        self._problem.Target = next(v for v in dataset.Variables if v.Name == f"X{VARIABLES + 1}")
-        self._table = pyoperon.DispatchTable()
-        optimizer = pyoperon.LMOptimizer(self._table, self._problem, max_iter=iterations)
-        self._optimizer = optimizer
-        names = {v.Name: v.Hash for v in dataset.Variables}
+        self._fits = OperonFits(Table(given.matrix, given.target), iterations)
         pairs = zip(given.programs, given.starts, strict=True)
-        made = [_tree(program, start, names) for program, start in pairs]
-        self._trees = [tree for tree, _ in made]
-        self._orders = [order for _, order in made]
+        made = [self._fits.tree(program, start) for program, start in pairs]
+        self._trees, self._orders = zip(*made, strict=True)
+        if any(sorted(order) != [*range(len(order))] for order in self._orders):
+            raise SystemExit("a tree of pyoperon has other parameters")
 
     def fit(self, threads: int) -> list[Floats]:
         """Fit all trees; return their parameters."""
-        if threads == 1:
-            fitted = self._fit_some(self._trees)
-        else:
-            share = -(-len(self._trees) // (8 * threads))
-            parts = [self._trees[i : i + share] for i in range(0, len(self._trees), share)]
-            with ThreadPoolExecutor(threads) as pool:
-                fitted = [tree for part in pool.map(self._fit_some, parts) for tree in part]
+        share = -(-len(self._trees) // (8 * threads)) if threads > 1 else len(self._trees)
+        parts = [self._trees[i : i + share] for i in range(0, len(self._trees), share)]
+        with ThreadPoolExecutor(threads) as pool:
+            fitted = [found for part in pool.map(self._fits.fit, parts) for found in part]
         vectors = []
-        for tree, order in zip(fitted, self._orders, strict=True):
-            vector = np.empty(len(order))
-            vector[order] = tree.GetCoefficients()
-            vectors.append(vector)
+        for coefficients, order in zip(fitted, self._orders, strict=True):
+            vectors.append(np.empty(len(order)))
+            vectors[-1][order] = coefficients
         return vectors
-
-    def _fit_some(self, trees: list[Any]) -> list[Any]:
-        search = pyoperon.CoefficientOptimizer(self._optimizer)
-        random = pyoperon.RandomGenerator(1)
-        return [search(random, tree)[0] for tree in trees]
-
-
-def _tree(program: Program, start: Floats, names: Any) -> tuple[Any, list[int]]:
-    """Tree whose coefficients are the parameters, and the parameter that each of them is."""
-    parsed = pyoperon.InfixParser.Parse(to_operon_infix(program, list(names), start), names)
-    nodes = parsed.Nodes  # they live as long as the tree
-    order = []
-    for node in nodes:
-        same = np.flatnonzero(np.abs(start - node.Value) <= 1e-6 * np.abs(start))
-        is_parameter = node.Type == pyoperon.NodeType.Constant and len(same) == 1
-        node.Optimize = bool(is_parameter)
-        if is_parameter:
-            order.append(int(same[0]))
-    tree = pyoperon.Tree(nodes)
-    tree.UpdateNodes()
-    if sorted(order) != list(range(len(start))):
-        raise SystemExit(f"pyoperon's tree of {program} has other parameters")
-    return tree, order
 
 
 class Ours:

@@ -3,10 +3,10 @@
     python tests/bench/run.py cpu/values [--threads 1 2] [--rows 1000 10000 100000] [--seed 1]
 
 Both evaluate the random mix (300 random expressions of 10 to 50 tokens over 10 variables, operators
-``+ - * / ^ abs log exp sqrt``) on float32 data, into a preallocated matrix of values; the engine
-also with losses in place of values. Repetitions are interleaved, medians are reported: other load
-on the machine meets all of them alike. A token-row is one token of the postfix program evaluated
-for one row. Answers are checked against the float64 reference before anything is timed.
+``+ - * / ^ abs log exp sqrt``) on float32 data, into a preallocated matrix of values. Repetitions
+are interleaved, medians are reported: other load on the machine meets all of them alike. A
+token-row is one token of the postfix program evaluated for one row. Answers are checked against the
+float64 reference before anything is timed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from warpfit.dataset import Dataset
 from warpfit.expressions import reference
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, OPERATORS
-from warpfit.request import Evaluation, Loss, Precision
+from warpfit.request import Evaluation, Precision
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.interface import run_to_end
 
@@ -31,18 +31,10 @@ VARIABLES = 10
 SECONDS_A_CASE = 1.5
 
 
-def engine_job(
-    engine: CpuEngine, data: Dataset, batch: Batch, precision: Precision, *, losses: bool = False
-) -> Job:
-    """Evaluate the batch by the engine, into a preallocated matrix unless losses are wanted."""
-    evaluation = Evaluation(
-        data.content_id,
-        batch,
-        precision=precision,
-        loss=Loss.MSE if losses else None,
-        values=not losses,
-    )
-    matrix = None if losses else np.zeros(evaluation.shape(data.layout), np.float32)
+def engine_job(engine: CpuEngine, data: Dataset, batch: Batch, precision: Precision) -> Job:
+    """Evaluate the batch by the engine, into a preallocated matrix."""
+    evaluation = Evaluation(data.content_id, batch, precision=precision)
+    matrix = np.zeros(evaluation.shape(data.layout), np.float32)
     outputs = outputs_of(evaluation, matrix)
 
     def run() -> object:
@@ -51,7 +43,7 @@ def engine_job(
 
     def values(rows: int) -> Any:
         run()
-        return None if matrix is None else matrix[:, 0, :rows]
+        return matrix[:, 0, :rows]
 
     return Job(run, values)
 
@@ -68,9 +60,7 @@ def compare(rows: int, threads: int, seed: int) -> dict[str, Any]:
     peer = PyoperonPeer(Table(matrix, matrix[:, 0]), threads)
     jobs = {"pyoperon": peer.prepare(list(map(Program.bind, programs, parameters)))}
     for precision in Precision:
-        name = f"warpfit {precision.value}"
-        jobs[f"{name} values"] = engine_job(engine, data, batch, precision)
-        jobs[f"{name} losses"] = engine_job(engine, data, batch, precision, losses=True)
+        jobs[f"warpfit {precision.value} values"] = engine_job(engine, data, batch, precision)
     shares = check(jobs, programs, parameters, data)
     runs = {name: job.run for name, job in jobs.items()}
     seconds = medians_in_turn(runs, seconds=SECONDS_A_CASE * len(jobs))
@@ -96,7 +86,7 @@ def check(
     used = min(1000, data.layout.rows)
     expected = reference.evaluate_programs(programs, data.variables[:, :used], parameters)
     values = {name: job.values(used) for name, job in jobs.items()}
-    shares = {n: round(agreement(v, expected), 4) for n, v in values.items() if v is not None}
+    shares = {n: round(agreement(v, expected), 4) for n, v in values.items()}
     wrong = {name: share for name, share in shares.items() if share < AGREEMENT}
     if wrong:
         raise SystemExit(f"answers disagree with the reference: {wrong}")

@@ -1,17 +1,15 @@
 """Targets that are nothing but noise: how often a search takes a formula for a law.
 
-``run.py search/noise [--devices 0] [--seconds 10] [--targets 48] [--share 0 2] [--out FOLDER]``
+``run.py search/noise [--devices 0] [--seconds 10] [--targets 48] [--out FOLDER]``
 writes search_noise_DEVICE.json, into results/ unless a folder is given. Targets are normal,
 lognormal or Student's t with two degrees of freedom, in turn, of 100 or 1,000 rows; five columns
-are normal. A fit is wrong that chooses anything but a constant. ``--share 0 2`` takes the first of
-every two targets, as for two servers at a time, and ``--merge FILE...`` joins what these wrote.
+are normal. A fit is wrong that chooses anything but a constant.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import time
 import warnings
 from pathlib import Path
@@ -66,21 +64,14 @@ def main() -> None:
     parser.add_argument("--devices", default="cpu")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--targets", type=int, default=48)
-    parser.add_argument("--share", type=int, nargs=2, default=(0, 1), metavar=("FIRST", "STEP"))
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     runs: list[dict[str, Any]] = []
-    if options.merge:
-        parts = [json.loads(path.read_text()) for path in options.merge]
-        runs = sorted((run for part in parts for run in part["runs"]), key=lambda r: r["target"])
-    else:
-        first, step = options.share
-        with ServerProcess(devices=options.devices) as server:
-            searched(server.address, 0, 1.0)  # compiles what a search needs
-            for number in range(first, options.targets, step):
-                runs.append(searched(server.address, number, options.seconds))
-                print(runs[-1], flush=True)
+    with ServerProcess(devices=options.devices) as server:
+        searched(server.address, 0, 1.0)  # compiles what a search needs
+        for number in range(options.targets):
+            runs.append(searched(server.address, number, options.seconds))
+            print(runs[-1], flush=True)
     kinds = {run["kind"] for run in runs}
     wrong = {kind: sum(r["is_wrong"] for r in runs if r["kind"] == kind) for kind in sorted(kinds)}
     found = {"targets": len(runs), "wrong": sum(wrong.values()), "wrong_by_kind": wrong}

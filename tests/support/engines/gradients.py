@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from support.engines.references import POISON
-from warpfit.dataset import Dataset, Layout
+from support.engines.references import outputs_for
+from warpfit.dataset import Dataset
 from warpfit.ir import Batch, Program
 from warpfit.losses import LossFunction
 from warpfit.request import Evaluation, Precision
-from warpfit_server.engine.interface import MOMENTS, Engine, Linearisation, Outputs, run_to_end
+from warpfit_server.engine.interface import Engine, Linearisation, Outputs, run_to_end
 
 Floats = NDArray[np.float64]
 
@@ -61,30 +61,6 @@ def ask(engine: Engine, dataset: Dataset, evaluation: Evaluation, **options: Any
     engine.load(dataset)
     run_to_end(engine.evaluate(evaluation, outputs))
     return outputs
-
-
-def outputs_for(
-    evaluation: Evaluation, layout: Layout, *, cancelled: bool = False, moments: bool | None = None
-) -> Outputs:
-    """Allocate what an evaluation requests, full of `POISON`; by default with needed moments."""
-    shape = evaluation.shape(layout)
-    cells, parameters = shape[:2], len(evaluation.batch.parameters)
-    moments = evaluation.needs_moments if moments is None else moments
-
-    def array(is_wanted: bool, *shape: int, dtype: Any = np.float64) -> Any:
-        return np.full(shape, POISON, dtype) if is_wanted else None
-
-    return Outputs(
-        values=array(evaluation.values, *shape, dtype=layout.dtype),
-        losses=array(evaluation.loss_function is not None, *cells),
-        cancelled=np.full(1, cancelled, dtype=np.uint8),
-        ready=lambda programs: None,
-        gradients=array(evaluation.gradient, parameters),
-        jacobian=array(evaluation.jacobian, parameters, shape[2], dtype=layout.dtype),
-        variable_gradients=array(evaluation.variable_gradient, *cells, layout.variables),
-        reductions=array(evaluation.reductions, *cells, 5),
-        moments=array(moments, *cells, MOMENTS),
-    )
 
 
 def linearise(

@@ -1,5 +1,6 @@
 """NIST's nonlinear regression problems with certified results; formulas as warpfit text."""
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,43 +12,7 @@ from warpfit.dataset import Dataset
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "data" / "nist_strd"
 
-_GAUSS = "p1*exp(-p2*x1) + p3*exp(-((x1-p4)^2)/p5^2) + p6*exp(-((x1-p7)^2)/p8^2)"
-_LANCZOS = "p1*exp(-p2*x1) + p3*exp(-p4*x1) + p5*exp(-p6*x1)"
-_LOWER = {
-    "Misra1a": "p1*(1 - exp(-p2*x1))",
-    "Chwirut2": "exp(-p1*x1)/(p2 + p3*x1)",
-    "Chwirut1": "exp(-p1*x1)/(p2 + p3*x1)",
-    "Lanczos3": _LANCZOS,
-    "Gauss1": _GAUSS,
-    "Gauss2": _GAUSS,
-    "DanWood": "p1*x1^p2",
-    "Misra1b": "p1*(1 - (1 + p2*x1/2)^(-2))",
-}
-_AVERAGE = {
-    "Kirby2": "(p1 + p2*x1 + p3*x1^2)/(1 + p4*x1 + p5*x1^2)",
-    "Hahn1": "(p1 + p2*x1 + p3*x1^2 + p4*x1^3)/(1 + p5*x1 + p6*x1^2 + p7*x1^3)",
-    "Nelson": "p1 - p2*x1*exp(-p3*x2)",
-    "MGH17": "p1 + p2*exp(-x1*p4) + p3*exp(-x1*p5)",
-    "Lanczos1": _LANCZOS,
-    "Lanczos2": _LANCZOS,
-    "Gauss3": _GAUSS,
-    "Misra1c": "p1*(1 - (1 + 2*p2*x1)^(-0.5))",
-    "Misra1d": "p1*p2*x1*(1 + p2*x1)^(-1)",
-    "Roszman1": "p1 - p2*x1 - atan(p3/(x1 - p4))/pi",
-    "ENSO": "p1 + p2*cos(2*pi*x1/12) + p3*sin(2*pi*x1/12) + p5*cos(2*pi*x1/p4)"
-    " + p6*sin(2*pi*x1/p4) + p8*cos(2*pi*x1/p7) + p9*sin(2*pi*x1/p7)",
-}
-_HIGHER = {
-    "MGH09": "p1*(x1^2 + x1*p2)/(x1^2 + x1*p3 + p4)",
-    "Thurber": "(p1 + p2*x1 + p3*x1^2 + p4*x1^3)/(1 + p5*x1 + p6*x1^2 + p7*x1^3)",
-    "BoxBOD": "p1*(1 - exp(-p2*x1))",
-    "Rat42": "p1/(1 + exp(p2 - p3*x1))",
-    "MGH10": "p1*exp(p2/(x1 + p3))",
-    "Eckerle4": "p1/p2*exp(-0.5*((x1 - p3)/p2)^2)",
-    "Rat43": "p1/(1 + exp(p2 - p3*x1))^(1/p4)",
-    "Bennett5": "p1*(p2 + x1)^(-1/p3)",
-}
-FORMULAS = _LOWER | _AVERAGE | _HIGHER
+FORMULAS: dict[str, str] = json.loads((DIRECTORY / "formulas.json").read_text())
 
 
 @dataclass(frozen=True)

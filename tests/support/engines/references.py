@@ -1,17 +1,24 @@
 """Losses by their definitions, an engine of NumPy float64 that drives fits, and evaluations."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from warpfit.dataset import Dataset
+from warpfit.dataset import Dataset, Layout
 from warpfit.expressions import reference
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Result, Timings
 from warpfit_server.engine.evaluation import Finalizer
-from warpfit_server.engine.interface import Engine, Linearisation, Outputs, Steps, run_to_end
+from warpfit_server.engine.interface import (
+    MOMENTS,
+    Engine,
+    Linearisation,
+    Outputs,
+    Steps,
+    run_to_end,
+)
 
 Floats = NDArray[np.float64]
 
@@ -102,6 +109,35 @@ class NumpyEngine:
 POISON = -987654.25
 
 
+def outputs_for(
+    evaluation: Evaluation,
+    layout: Layout,
+    *,
+    cancelled: bool = False,
+    moments: bool | None = None,
+    ready: Callable[[int], None] = lambda programs: None,
+) -> Outputs:
+    """Allocate what an evaluation requests, full of `POISON`; by default with needed moments."""
+    shape = evaluation.shape(layout)
+    cells, parameters = shape[:2], len(evaluation.batch.parameters)
+    moments = evaluation.needs_moments if moments is None else moments
+
+    def array(is_wanted: bool, *shape: int, dtype: Any = np.float64) -> Any:
+        return np.full(shape, POISON, dtype) if is_wanted else None
+
+    return Outputs(
+        values=array(evaluation.values, *shape, dtype=layout.dtype),
+        losses=array(evaluation.loss_function is not None, *cells),
+        cancelled=np.full(1, cancelled, dtype=np.uint8),
+        ready=ready,
+        gradients=array(evaluation.gradient, parameters),
+        jacobian=array(evaluation.jacobian, parameters, shape[2], dtype=layout.dtype),
+        variable_gradients=array(evaluation.variable_gradient, *cells, layout.variables),
+        reductions=array(evaluation.reductions, *cells, 5),
+        moments=array(moments, *cells, MOMENTS),
+    )
+
+
 class Evaluate:
     """Call an engine with arrays; loads each data set once and unloads them all at the end."""
 
@@ -127,14 +163,9 @@ class Evaluate:
         batch = Batch.of(programs, parameters)
         evaluation = Evaluation(dataset.content_id, batch, values=values, loss=loss, **options)
         evaluation.check(dataset.layout)
-        shape = evaluation.shape(dataset.layout)
         self.announced = []
-        outputs = Outputs(
-            values=np.full(shape, POISON, dataset.layout.dtype) if values else None,
-            losses=np.full(shape[:2], POISON) if loss else None,
-            cancelled=np.full(1, cancelled, dtype=np.uint8),
-            ready=self.announced.append,
-        )
+        given = {"cancelled": cancelled, "ready": self.announced.append}
+        outputs = outputs_for(evaluation, dataset.layout, **given)
         timings = run_to_end(self.engine.evaluate(evaluation, outputs))
         run_to_end(Finalizer().finalize(evaluation, dataset, outputs))
         return Result(outputs.values, outputs.losses, timings)

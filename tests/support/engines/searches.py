@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from support.engines.plain_search import Tree, keeps_rules, keeps_units, trees_of
+from support.engines.references import reference_loss
 from warpfit.dataset import Dataset
 from warpfit.expressions.reference import evaluate_program
 from warpfit.ir import Batch, Program
@@ -132,33 +132,19 @@ def check_losses(front: Front, asked: SearchRequest, data: Dataset) -> None:
     if asked.loss in (Loss.NMSE, Loss.R2) and np.ptp(target) == 0.0:
         return  # which has none: NumPy's variance of equal numbers may be a rounding error
     weights = np.ones(len(rows)) if data.weights is None else data.weights[rows].astype(np.float64)
+    kind = asked.loss or Loss.MSE
     rounding = 1e-15 if data.layout.dtype == np.float64 else 1e-6
     for (program, parameters), loss in zip(programs_of(front.batch), front.losses, strict=True):
         # Numbers that cancel are rounded to different sides.
         turns = rounding * (-1.0) ** np.arange(len(parameters))
         expected, *nearby = (
-            _loss(asked.loss, evaluate_program(program, X, parameters * factor), target, weights)
+            reference_loss(kind, evaluate_program(program, X, parameters * factor), target, weights)
             for factor in (1.0, 1.0 + rounding, 1.0 - rounding, 1.0 + turns, 1.0 - turns)
         )
         allowed = 1e3 * np.abs(np.subtract(nearby, expected)).max() + 1e-18 * target.var()
         # What R^2 leaves to 1 is a quotient, whose digits rounding takes.
         left = np.subtract(1.0, [loss, expected]) if asked.loss is Loss.R2 else [loss, expected]
         np.testing.assert_allclose(*left, rtol=max(1e-9, 10 * rounding), atol=allowed)
-
-
-def _loss(loss: Loss | None, values: Floats, target: Floats, weights: Floats) -> float:
-    errors = np.broadcast_to(values, target.shape) - target
-    square = float(np.average(np.square(errors), weights=weights))
-    around = target - np.average(target, weights=weights)
-    # Of a constant target a loss relative to its spread is not known.
-    spread = float(np.average(np.square(around), weights=weights)) or math.nan
-    return {
-        Loss.MSE: lambda: square,
-        Loss.RMSE: lambda: square**0.5,
-        Loss.MAE: lambda: float(np.average(np.abs(errors), weights=weights)),
-        Loss.NMSE: lambda: square / spread,
-        Loss.R2: lambda: 1.0 - square / spread,
-    }[loss or Loss.MSE]()
 
 
 def _size(tree: Tree, complexities: Any) -> int:

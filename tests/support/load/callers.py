@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import threading
@@ -10,16 +9,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import grpc
 
+from support.load.processes import Processes
 from support.servers.rpcs import SERVICE, detail_of
 
 EVALUATE, OPTIMIZE = SERVICE + "Evaluate", SERVICE + "Optimize"
 #: The threads of a generator take turns of this many seconds: its Python is not what is measured.
 TURN_SECONDS = 0.0005
-_CONTEXT = multiprocessing.get_context("spawn")
 
 
 class Outcome(NamedTuple):
@@ -122,51 +122,26 @@ def _in_threads(work: Callable[[Caller], None], callers: Iterable[Caller]) -> No
         thread.join()
 
 
-class Crew:
-    """Processes that call together, on the cores that its maker may use; a context manager.
+class Crew(Processes):
+    """Processes that call together, on the cores that its maker may use.
 
     They share so many ``callers``.
     """
 
     def __init__(self, target: Target, processes: int, callers: int) -> None:
-        self._ends, self._processes = [], []
-        for number in range(processes):
-            end, other = _CONTEXT.Pipe()
-            count = len(range(number, callers, processes))
-            process = _CONTEXT.Process(target=_serve_crew, args=(target, count, other))
-            process.start()
-            self._ends.append(end)
-            self._processes.append(process)
-        self._gather()  # all are connected
-
-    def __enter__(self) -> Crew:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for end in self._ends:
-            end.send(None)
-        for process in self._processes:
-            process.join(90)
+        shares = [len(range(number, callers, processes)) for number in range(processes)]
+        super().__init__(_serve_crew, [(target, share) for share in shares])
 
     def closed(self, clients: int, seconds: float) -> Outcomes:
         """Closed loops of so many callers."""
-        shares = [len(range(n, clients, len(self._ends))) for n in range(len(self._ends))]
-        return self._run([("closed", share, seconds) for share in shares])
+        count = len(self.ends)
+        shares = [len(range(number, clients, count)) for number in range(count)]
+        return list(chain(*self.ask([("closed", share, seconds) for share in shares])))
 
     def open(self, rate: float, seconds: float) -> Outcomes:
         """An open loop of a rate."""
-        return self._run([("open", rate / len(self._ends), seconds)] * len(self._ends))
-
-    def _run(self, orders: list[tuple[str, float, float]]) -> Outcomes:
-        return [outcome for part in self._ask(orders) for outcome in part]
-
-    def _ask(self, orders: list[tuple[str, float, float]]) -> list[Any]:
-        for end, order in zip(self._ends, orders, strict=True):
-            end.send(order)
-        return self._gather()
-
-    def _gather(self) -> list[Any]:
-        return [end.recv() for end in self._ends]
+        count = len(self.ends)
+        return list(chain(*self.ask([("open", rate / count, seconds)] * count)))
 
 
 def _serve_crew(target: Target, count: int, end: Any) -> None:

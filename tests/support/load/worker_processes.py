@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import gc
 import itertools
-import multiprocessing
 import time
 from collections.abc import Callable
 from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 import grpc
 import numpy as np
 import psutil
 
 import warpfit
+from support.load.processes import Processes
 from support.random_programs import thesis_mix
 from warpfit import codec
 from warpfit.calls.arguments import EvaluateOptions, build_evaluation
@@ -211,42 +211,21 @@ def throughput(results: list[dict[str, Any]], rows: int) -> dict[str, Any]:
     }
 
 
-class Workers:
-    """Worker processes that wait for orders; all have started when the constructor returns."""
+class Workers(Processes):
+    """Worker processes that wait for orders."""
 
     def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._ends, self._processes = [], []
-        for number in range(count):
-            ours, theirs = context.Pipe()
-            self._ends.append(ours)
-            self._processes.append(context.Process(target=work, args=(number, theirs)))
-            self._processes[-1].start()
-        for end in self._ends:  # what starts would take cores from what is measured first
-            end.recv()
+        super().__init__(work, [(number,) for number in range(count)])
 
     def run(
         self, count: int, order: tuple[Any, ...], meanwhile: Callable[[], None] = lambda: None
     ) -> list[dict[str, Any]]:
         """Have some workers call at the same time; return what each has found."""
-        ends = self._ends[:count]
-        for end in ends:
-            end.send(order)
-        for end in ends:
-            end.recv()
-        for end in ends:
+        self.ask([order] * count)  # all are ready then
+        for end in self.ends[:count]:
             end.send(None)
         meanwhile()
-        return [end.recv() for end in ends]
+        return [end.recv() for end in self.ends[:count]]
 
     def processes(self) -> list[psutil.Process]:
-        return [psutil.Process(process.pid) for process in self._processes]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for end in self._ends:
-            end.send(None)
-        for process in self._processes:
-            process.join(30)
+        return [psutil.Process(process.pid) for process in self.running]

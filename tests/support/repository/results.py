@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import time
@@ -35,10 +36,12 @@ def write_result(name: str, content: dict[str, Any], directory: Path = RESULTS) 
 
 def machine() -> dict[str, Any]:
     """Return CPU, cores that this process may use, memory, system, and GPUs if there are any."""
-    cpu = _cpu_fields()
+    information = Path("/proc/cpuinfo")
+    text = information.read_text() if information.exists() else ""
+    model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found: dict[str, Any] = {
-        "cpu": cpu.get("model name", platform.processor() or "unknown"),
+        "cpu": model[1] if model else platform.processor() or "unknown",
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
@@ -65,16 +68,3 @@ def _gpus() -> list[dict[str, str]]:
         return []
     rows = [line.split(", ") for line in text.splitlines() if line.strip()]
     return [dict(zip(_GPU_FIELDS, row, strict=False)) for row in rows]
-
-
-def _cpu_fields() -> dict[str, str]:
-    """Return the fields of the first core, with the highest clock of all."""
-    path = Path("/proc/cpuinfo")
-    if not path.exists():
-        return {}
-    lines = path.read_text().splitlines()
-    fields = [line.partition(":") for line in lines]
-    pairs = [(name.strip(), value.strip()) for name, _, value in fields if value]
-    clocks = [float(value) for name, value in pairs if name == "cpu MHz"]
-    first = dict(reversed(pairs))
-    return {**first, "cpu MHz": str(max(clocks))} if clocks else first

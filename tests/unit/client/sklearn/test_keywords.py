@@ -3,8 +3,10 @@
 import copy
 import inspect
 import io
+import json
 import pickle
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,6 @@ from sklearn.exceptions import NotFittedError
 
 import warpfit
 import warpfit.sklearn
-from support.other_packages import PYSR_FIT, PYSR_KEYWORDS, PYSR_METHODS
 from warpfit.sklearn import (
     ParameterOptimizer,
     SymbolicClassifier,
@@ -28,6 +29,8 @@ from warpfit.sklearn.keywords import (
 )
 
 OWN = SymbolicRegressor().get_params()
+#: Names of PySR 1.5's `PySRRegressor`, which tests do not install, from its documentation.
+PYSR = json.loads((Path(__file__).parents[3] / "data" / "pysr.json").read_text())
 ESTIMATORS = (ParameterOptimizer, SymbolicClassifier, SymbolicRegressor, SymbolicTransformer)
 
 
@@ -55,10 +58,10 @@ def test_each_keyword_of_other_packages_is_known():
     for kind in (*kinds, operon.SymbolicRegressor):
         theirs = inspect.signature(kind).parameters.keys()
         assert not theirs - OWN.keys() - OF_OTHER_ESTIMATORS.keys()
-    assert not set(PYSR_KEYWORDS) - OWN.keys() - OF_OTHER_ESTIMATORS.keys()
+    assert not set(PYSR["settings"]) - OWN.keys() - OF_OTHER_ESTIMATORS.keys()
     own = inspect.signature(SymbolicRegressor.fit).parameters
-    assert not set(PYSR_FIT) - own.keys() - OF_OTHER_FITS.keys()
-    methods = {name for name in PYSR_METHODS if not hasattr(SymbolicRegressor, name)}
+    assert not set(PYSR["fit"]) - own.keys() - OF_OTHER_FITS.keys()
+    methods = {name for name in PYSR["methods"] if not hasattr(SymbolicRegressor, name)}
     assert not methods - OF_OTHER_OBJECTS.keys()
 
 
