@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FOLDERS = (".", "cpu", "gpu", "search", "service", "client")
+FOLDERS = (".", "cpu", "gpu", "search", "service")
 #: They measure nothing.
 OTHERS = ("run", "figures")
 

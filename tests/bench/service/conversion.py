@@ -1,6 +1,6 @@
 """Cost in the client of turning expressions of other libraries into a batch.
 
-    python tests/bench/run.py client/conversion [--trees 1000] [--rounds 15]
+    python tests/bench/run.py service/conversion [--trees 1000] [--rounds 15]
 
 Each kind of expression is converted as `Client.evaluate` does it, the kinds in turns. Every round
 has new objects, as every generation of genetic programming has; texts differ in each round, so that
