@@ -36,7 +36,6 @@ import json
 import multiprocessing as mp
 import os
 import statistics
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -47,11 +46,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from harness import RESULTS, write_result
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.repository.results import RESULTS, write_result
 from warpfit import parse
 from warpfit.embedded import embedded_server
 from warpfit.expressions import reference

@@ -12,10 +12,14 @@ random mix with their parameters.
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -24,7 +28,6 @@ from harness import SEED, ServerProcess, percentiles, save, start_up_seconds
 
 import warpfit
 from support.random_programs import thesis_mix
-from support.servers.bare_grpc import bare_server, serve
 from warpfit import codec
 from warpfit.calls.arguments import build_evaluation
 from warpfit.calls.dataset_handle import DatasetHandle
@@ -87,7 +90,7 @@ def server_costs(data: DatasetHandle, messages: list[bytes]) -> dict[str, float]
 def call_costs(data: DatasetHandle, batches: list[Any], messages: list[bytes]) -> dict[str, float]:
     """Whole calls of the blocking client, and gRPC's own."""
     with (
-        bare_server(__file__, "serve") as address,
+        bare_server() as address,
         warpfit.connect(address) as client,
         grpc.insecure_channel(address) as channel,
     ):
@@ -105,12 +108,31 @@ def call_costs(data: DatasetHandle, batches: list[Any], messages: list[bytes]) -
         )
 
 
+@contextmanager
+def bare_server() -> Iterator[str]:
+    """Run `serve_answer` in a process of its own; yield its address."""
+    command, pipe = [sys.executable, __file__, "serve"], subprocess.PIPE
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=pipe, stdin=pipe, text=True, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            yield f"127.0.0.1:{process.stdout.readline().strip()}"
+        finally:
+            process.communicate(timeout=30)
+
+
 def serve_answer() -> None:
     """Answer every request with the same bytes until standard input ends; calls may go on."""
     answer = answer_bytes(DatasetHandle(data_set()))
     handler = grpc.stream_stream_rpc_method_handler(lambda asked, _: (answer for _ in asked))
     _, service, method = METHOD.split("/")
-    serve(service, {method: handler})
+    server = grpc.server(ThreadPoolExecutor(8))  # some for calls that stay open
+    handlers = grpc.method_handlers_generic_handler(service, {method: handler})
+    server.add_generic_rpc_handlers((handlers,))
+    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    server.start()
+    sys.stdin.read()
+    server.stop(None)
 
 
 def data_set() -> Dataset:
