@@ -9,8 +9,8 @@ import pytest
 
 from support.engines import nist
 from support.engines.fits import fit
-from support.engines.gradients import derive, linearise, outputs_for
-from support.engines.references import NumpyEngine
+from support.engines.gradients import derive, linearise
+from support.engines.references import NumpyEngine, outputs_for
 from support.random_programs import thesis_mix
 from support.suites.derivatives import *  # noqa: F403
 from support.suites.derivatives import assert_close, make_dataset, smooth_programs

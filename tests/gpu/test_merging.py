@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from support.engines.gradients import outputs_for
+from support.engines.references import outputs_for
 from support.random_programs import thesis_mix
 from support.suites.derivatives import make_dataset
 from support.suites.merging import (  # noqa: F401
