@@ -83,7 +83,14 @@ def search_to_message(request: SearchRequest) -> pb.SearchRequest:
         message.rows.start, message.rows.stop = request.rows
     if request.custom_loss is not None:
         set_custom_loss(message.loss_function, request.custom_loss)
-    _set_rules(message.rules, request.rules)
+    rules, set_rules = request.rules, message.rules
+    set_rules.max_size, set_rules.max_depth = rules.max_size, rules.max_depth
+    set_rules.complexities.update(rules.complexities)
+    set_rules.counts.update(rules.counts)
+    for (outer, inner), most in rules.nesting.items():
+        set_rules.nesting.add(outer=outer, inner=inner, most=most)
+    for operator, sizes in rules.arguments.items():
+        set_rules.arguments[operator].sizes.extend(sizes)
     if (units := request.units) is not None:
         message.units.variables = pack(units.variables, F64)
         message.units.target = b"" if units.target is None else pack(units.target, F64)
@@ -99,16 +106,6 @@ def search_to_message(request: SearchRequest) -> pb.SearchRequest:
     if request.guesses is not None:
         _set_batch(message.guesses, request.guesses)
     return message
-
-
-def _set_rules(message: pb.SearchRules, rules: Rules) -> None:
-    message.max_size, message.max_depth = rules.max_size, rules.max_depth
-    message.complexities.update(rules.complexities)
-    message.counts.update(rules.counts)
-    for (outer, inner), most in rules.nesting.items():
-        message.nesting.add(outer=outer, inner=inner, most=most)
-    for operator, sizes in rules.arguments.items():
-        message.arguments[operator].sizes.extend(sizes)
 
 
 def _set_batch(message: pb.Programs, batch: Batch) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from itertools import accumulate, islice, pairwise
 from numbers import Integral
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from operator import attrgetter
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,13 +131,15 @@ class Answer(Shown):
     @property
     def array(self) -> Output | tuple[Output, ...]:
         """The requested outputs: one array, or a tuple in the order of the fields."""
-        parts: tuple[Any, ...] = (
-            *(self.losses if self.values is None else self.values, self.gradients, self.slopes),
-            *(self.intercepts, self.jacobians, self.variable_gradients),
-            *(self.reductions, self.correlations),
-        )
-        found = tuple(part for part in parts if part is not None)
+        first = self.losses if self.values is None else self.values
+        found = tuple(part for part in (first, *_FURTHER(self)) if part is not None)
         return found[0] if len(found) == 1 else found
+
+
+#: The fields of an answer beside values and losses.
+_FURTHER: Final = attrgetter(
+    *[each.name for each in fields(Answer) if each.name not in ("values", "losses", "timings")]
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -319,7 +319,12 @@ class SegmentLayout(NamedTuple):
     @classmethod
     def of(cls, evaluation: Evaluation, layout: Layout) -> SegmentLayout:
         """Lay out an evaluation that has been checked."""
-        return cls._of(evaluation, layout, _evaluation_results(evaluation, layout))
+        dtype = layout.dtype.str
+        results = [
+            (output.name, dtype if output.is_of_data else "<f8", shape)
+            for output, shape in evaluation.outputs(layout).items()
+        ]
+        return cls._of(evaluation, layout, results)
 
     @classmethod
     def of_fit(cls, request: FitRequest, layout: Layout) -> SegmentLayout:
@@ -504,14 +509,6 @@ def _placed(arrays: Iterable[_Array]) -> tuple[dict[str, tuple[str, tuple[int, .
             size *= length
         end += -(-size // _ALIGNMENT) * _ALIGNMENT
     return places, end
-
-
-def _evaluation_results(evaluation: Evaluation, layout: Layout) -> list[_Array]:
-    dtype = layout.dtype.str
-    return [
-        (output.name, dtype if output.is_of_data else "<f8", shape)
-        for output, shape in evaluation.outputs(layout).items()
-    ]
 
 
 def _fit_arrays(request: FitRequest) -> list[_Array]:

@@ -353,18 +353,18 @@ class CallHandlers:
                 now = time.monotonic()
                 if now >= looked:
                     looked = now + _WAY_SECONDS
-                    if now > began + _MOST_WAY_SECONDS or not self._end_silent(tenant, now):
+                    silent = [
+                        context
+                        for context, (who, since) in self.silent.copy().items()
+                        if who == tenant and since <= now - _SILENT_SECONDS
+                    ]
+                    is_late = now > began + _MOST_WAY_SECONDS
+                    # A call whose message arrives just now cannot be cancelled.
+                    if is_late or not any(map(self.timeouts.cancel, silent)):
                         raise
                 time.sleep(_WAY_SECONDS / 10)
             else:
                 return
-
-    def _end_silent(self, tenant: str, now: float) -> bool:
-        """Cancel the call of a tenant that has been silent for longest; return False if none is."""
-        return any(
-            who == tenant and since <= now - _SILENT_SECONDS and self.timeouts.cancel(context)
-            for context, (who, since) in self.silent.copy().items()
-        )
 
     def drain(self) -> None:
         """End the calls that wait for another request, and let no other call wait for one."""

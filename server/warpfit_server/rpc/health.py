@@ -247,8 +247,19 @@ class HealthPort:
     """
 
     def __init__(self, health: Health, host: str, port: int) -> None:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        connections = min(_MOST_CONNECTIONS, int(files * _CONNECTIONS_PART))
+        options = [
+            ("grpc.so_reuseport", 1),
+            ("grpc.max_receive_message_length", 4096),
+            ("grpc.max_concurrent_streams", 16),
+            ("grpc.max_allowed_incoming_connections", connections),
+            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+            ("grpc.max_connection_idle_ms", _IDLE_MS),
+            ("grpc.max_connection_age_ms", _AGE_MS),
+        ]
         threads = CallThreads(HEALTH_THREADS, "health")
-        limits: Any = {"maximum_concurrent_rpcs": HEALTH_THREADS, "options": _port_options()}
+        limits: Any = {"maximum_concurrent_rpcs": HEALTH_THREADS, "options": options}
         self._server = grpc.server(threads, **limits)
         health.add_to(self._server)
         try:
@@ -260,20 +271,6 @@ class HealthPort:
     def stop(self) -> None:
         """Close the port."""
         self._server.stop(None)
-
-
-def _port_options() -> list[tuple[str, int]]:
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    connections = min(_MOST_CONNECTIONS, int(files * _CONNECTIONS_PART))
-    return [
-        ("grpc.so_reuseport", 1),
-        ("grpc.max_receive_message_length", 4096),
-        ("grpc.max_concurrent_streams", 16),
-        ("grpc.max_allowed_incoming_connections", connections),
-        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-        ("grpc.max_connection_idle_ms", _IDLE_MS),
-        ("grpc.max_connection_age_ms", _AGE_MS),
-    ]
 
 
 def _refuse_excess(context: Any) -> None:

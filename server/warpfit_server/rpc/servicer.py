@@ -151,7 +151,9 @@ class Servicer:
                 if fit is None:
                     request = InFlightRequest.of_evaluation(evaluation, data.layout, tenant)
                 else:
-                    stop = _stop_time(fit, context.time_remaining())
+                    stop = None  # unless a partial answer must arrive in time
+                    if fit.settings.partial:
+                        stop = _stop_in_time(context.time_remaining(), _ANSWER_SHARE)
                     request = InFlightRequest.of_fit(fit, data.layout, stop, tenant)
                 work = request.segment_layout
                 record.programs, record.tokens = work.programs, work.tokens
@@ -449,11 +451,6 @@ def _check(
 def _info(dataset: FoundDataset, lost_digits: str = "") -> bytes:
     """Describe a data set."""
     return codec.dataset_info(dataset.content_id, dataset.layout, dataset.names, lost_digits)
-
-
-def _stop_time(request: FitRequest, remaining: float | None) -> float | None:
-    """Return when a fit must stop so that a partial answer arrives in time; None for never."""
-    return _stop_in_time(remaining, _ANSWER_SHARE) if request.settings.partial else None
 
 
 def _stop_in_time(remaining: float | None, share: float) -> float | None:

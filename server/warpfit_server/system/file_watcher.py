@@ -58,7 +58,11 @@ class WatchedFiles(Generic[T]):
             with self._lock:
                 stamps = self._stamp_files()
                 is_same = stamps == self._stamps
-                is_settled = is_same or _is_settled(stamps)
+                # A file that has changed in the last moment may not be whole. A clock that was set
+                # back counts as a change long ago.
+                wall, moment = time.time_ns(), _SETTLE_SECONDS * 1e9
+                is_new = any(stamp and 0 <= wall - stamp[0] < moment for stamp in stamps)
+                is_settled = is_same or not is_new
                 pause = self._seconds if is_settled else min(self._seconds, _SETTLE_SECONDS)
                 self._next = time.monotonic() + pause
                 if not is_settled or (is_same and not self._failed):
@@ -109,9 +113,3 @@ class WatchedFiles(Generic[T]):
             place = found.st_dev, found.st_ino, found.st_size, found.st_mode
             stamps.append((*times, *place))
         return stamps
-
-
-def _is_settled(stamps: Sequence[tuple[int, ...]]) -> bool:
-    """Return whether no file has changed in the last moment; a clock that was set back counts."""
-    now = time.time_ns()
-    return not any(stamp and 0 <= now - stamp[0] < _SETTLE_SECONDS * 1e9 for stamp in stamps)
