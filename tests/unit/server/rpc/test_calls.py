@@ -329,7 +329,7 @@ class TestTurns:
         assert all(0.0 < each <= 0.25 for each in held)
         asked = [wait + each for wait, each in zip(told[20:], held, strict=True)]
         assert held == pytest.approx([min(0.25, 0.9 * each) for each in asked], abs=0.002)
-        refused("greedy", timeout=0.03)  # its deadline would pass
+        refused("greedy", timeout=0.3)  # less than twice what it would be held back for
         refused("modest")
         now[0] += 2.0
         assert refused("greedy") > 0.0
