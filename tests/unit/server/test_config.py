@@ -1,13 +1,17 @@
-"""Settings of the server from flags and the environment."""
+"""Settings of the server from flags and the environment, devices and addresses."""
 
+import ctypes
+import errno
 import json
-from dataclasses import fields
+import socket
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, UnavailableError
 from warpfit.variables import (
     CLIENT_VARIABLES,
     SERVER_VARIABLES,
@@ -15,7 +19,15 @@ from warpfit.variables import (
     warn_of_unknown_variables,
 )
 from warpfit_server.config import Config, parse_bytes
-from warpfit_server.system.machine import available_memory
+from warpfit_server.system import machine
+from warpfit_server.system.machine import (
+    available_memory,
+    check_device_memory,
+    check_devices,
+    engine_devices,
+    resolve_devices,
+)
+from warpfit_server.system.sockets import cannot_listen, reserve_port, split_address
 
 
 def test_flags_win_over_variables_over_defaults():
@@ -24,10 +36,6 @@ def test_flags_win_over_variables_over_defaults():
     assert (config.port, config.host, config.max_requests) == (2, "::1", 17)
     assert config.limits().requests == 17
     assert Config.from_arguments([], {}) == Config()
-
-
-def test_variables_are_those_of_the_settings():
-    assert {f"WARPFIT_{field.name.upper()}" for field in fields(Config)} == SERVER_VARIABLES
 
 
 @pytest.mark.parametrize(
@@ -133,32 +141,12 @@ def test_wrong_settings_are_refused_in_the_form_of_the_log(arguments, environmen
     assert not written.out
 
 
-@pytest.mark.parametrize("arguments", [["--log-format"], ["--log-format", "xml"]])
-def test_a_form_of_the_log_that_is_none_is_refused_as_text(arguments, capsys):
-    with pytest.raises(SystemExit):
-        Config.from_arguments(arguments, {})
-    assert "error: argument --log-format" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("text", "size"), [("4096", 4096), ("1KiB", 1024), ("2 GB", 2 * 10**9), ("3mib", 3 << 20)]
 )
 def test_sizes_may_have_units(text, size):
     assert parse_bytes(text) == size
     assert Config.from_arguments(["--device-memory", text], {}).device_memory == size
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "insecure"),
-    [
-        ([], {}, False),
-        (["--insecure"], {}, True),
-        (["--insecure", "no"], {"WARPFIT_INSECURE": "1"}, False),
-        ([], {"WARPFIT_INSECURE": "yes"}, True),
-    ],
-)
-def test_switches_need_no_value(arguments, environment, insecure):
-    assert Config.from_arguments(arguments, environment).insecure is insecure
 
 
 @pytest.mark.parametrize(("cores", "front_ends"), [(1, 1), (2, 1), (3, 2), (16, 15), (64, 16)])
@@ -168,6 +156,134 @@ def test_one_front_end_for_each_core_but_one(monkeypatch, cores, front_ends):
     assert Config(front_ends=5).processes == 5
 
 
-def test_data_sets_may_take_half_of_the_memory(monkeypatch):
-    monkeypatch.setattr("warpfit_server.config.available_memory", lambda: 8 << 30)
-    assert Config().limits().resident_bytes == 4 << 30
+# ------------------------------------------------------------------------------------------ devices
+
+
+@pytest.mark.parametrize(
+    ("text", "labels"),
+    [
+        ("cpu", ["cpu:0"]),
+        ("CPU:3", ["cpu:0", "cpu:1", "cpu:2"]),
+        ("0", ["cuda:0"]),
+        ("3, 1", ["cuda:3", "cuda:1"]),
+        ("0,0,1,0", ["cuda:0", "cuda:0#1", "cuda:1", "cuda:0#2"]),
+    ],
+)
+def test_every_engine_has_a_label_of_its_own(text, labels):
+    found = engine_devices(check_devices(text))
+    assert [device.label for device in found] == labels
+
+
+@pytest.mark.parametrize("text", ["", "gpu", "cpu:0", "cpu:65", "-1", "0,", "0;1", "cpu,0", "1000"])
+def test_what_names_no_devices_is_refused(text):
+    with pytest.raises(ValueError, match="names no devices"):
+        check_devices(text)
+
+
+def driver_of(*sizes):
+    """Return CUDA's driver with GPUs of these bytes."""
+
+    def tell(place, value):
+        place._obj.value = value
+        return 0
+
+    return SimpleNamespace(
+        cuInit=lambda flags: 0,
+        cuDeviceGetCount=lambda count: tell(count, len(sizes)),
+        cuDeviceGet=tell,
+        cuDeviceTotalMem_v2=lambda size, device: tell(size, sizes[device.value]),
+    )
+
+
+def test_a_limit_above_the_memory_of_a_gpu_is_refused_with_the_amount(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver_of(80 << 30, 24 << 30))
+    text = " ".join(map(str, machine._ask_driver()))
+    run = SimpleNamespace(returncode=0, stdout=text, stderr="")
+    monkeypatch.setattr(machine, "find_spec", lambda name: True)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: run)
+    check_device_memory("0,1", 24 << 30)
+    check_device_memory("0,7", 80 << 30)  # the engine says that there is no GPU 7
+    for devices, memory, wanted in (
+        ("0,1", 25 << 30, r"25\.0 GiB, and cuda:1 has 24\.0 GiB"),
+        ("0", 81 << 30, r"81\.0 GiB, and cuda:0 has 80\.0 GiB"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=wanted) as refused:
+            check_device_memory(devices, memory)
+        assert (refused.value.reason, refused.value.field) == ("OVER_MEMORY", "device_memory")
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"), [(None, ["2", "0"]), ("7, 5,GPU-ab", ["GPU-ab", "7"]), ("4", ["", "4"])]
+)
+def test_an_engine_sees_its_own_gpu_only(visible, seen):
+    given = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    found = [device.environment(given) for device in engine_devices("2,0")]
+    assert found == [{"CUDA_VISIBLE_DEVICES": name} for name in seen]
+    assert engine_devices("cpu")[0].environment(given) == {}
+
+
+@pytest.mark.parametrize(
+    ("returned", "meaning"),
+    [((0, "9 9\n", ""), "0,1"), ((0, "\n", ""), "cpu"), ((1, "", "no driver\n"), "cpu")],
+)
+def test_auto_takes_all_gpus_and_else_the_cpu(monkeypatch, returned, meaning):
+    status, output, errors = returned
+    run = SimpleNamespace(returncode=status, stdout=output, stderr=errors)
+    monkeypatch.setattr(machine, "find_spec", lambda name: True)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: run)
+    assert resolve_devices("auto") == meaning
+    if meaning == "cpu":
+        with pytest.raises(UnavailableError, match=errors.strip() or "reports none"):
+            resolve_devices("all")
+    else:
+        assert resolve_devices("all") == meaning
+
+
+def test_without_cupy_nothing_is_asked(monkeypatch):
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    assert resolve_devices("auto") == "cpu"
+    assert resolve_devices("1,2") == "1,2"
+    with pytest.raises(UnavailableError, match="CuPy is not installed"):
+        resolve_devices("all")
+
+
+# ---------------------------------------------------------------------------------------- addresses
+
+
+def test_a_port_of_another_program_is_in_use():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UnavailableError, match="another program listens there") as caught:
+            reserve_port("127.0.0.1", port, "--port")
+    assert caught.value.reason == "PORT_IN_USE"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid", "a" * 300])
+def test_a_host_that_is_not_this_machine_is_named_with_the_systems_words(host):
+    with pytest.raises(UnavailableError) as caught:
+        reserve_port(host, 0, "--host")
+    assert caught.value.reason == "NO_SUCH_HOST"
+    assert len(caught.value.message) > len(f"cannot listen on {host}:0: ")
+
+
+def test_a_port_that_is_for_root_only():
+    error = cannot_listen("127.0.0.1", 80, "--port", OSError(errno.EACCES, "Permission denied"))
+    assert error.reason == "PORT_FORBIDDEN"
+    assert "1024" in error.remedy
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", ""])
+def test_an_unknown_host_is_not_called_plain_text(host):
+    with pytest.raises(UnavailableError) as caught:
+        Config(host=host).check_exposure()
+    assert caught.value.reason == "NO_SUCH_HOST"
+
+
+@pytest.mark.parametrize("host", ["[::1]", "::1"])
+def test_brackets_of_an_address_do_not_matter(host):
+    flags = ["--host", host, "--health-port", "[::1]:7", "--metrics-port", "[::1]:0"]
+    config = Config.from_arguments(flags, {})
+    assert config.host == "::1"
+    assert split_address(config.health_port) == ("::1", 7)
+    assert split_address(config.metrics_port) == ("::1", 0)
+    config.check_exposure()

@@ -125,9 +125,3 @@ def test_architectures_that_do_not_exist_are_refused(text, capsys):
     with pytest.raises(SystemExit):
         precompile.main(["--engine", "cuda", f"--architectures={text}"])
     assert "--architectures" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["--architectures", "90"], ["--engine", "cuda"]])
-def test_architectures_belong_to_the_cuda_engine(words, capsys):
-    assert cli.main(["precompile", *words]) == 2
-    assert "--engine cuda" in capsys.readouterr().err

@@ -1,12 +1,16 @@
-"""The store of resident data sets: what is evicted for whom, and what is left in memory."""
+"""The store of resident data sets (what is evicted for whom), and files that a server reads."""
 
-from contextlib import contextmanager
+import os
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from support.servers.examples import DATA, an_evaluation
-from warpfit.dataset import Dataset
+from warpfit.dataset import Dataset, ServerFile
 from warpfit.errors import (
     DatasetNotFoundError,
     InvalidArgumentError,
@@ -14,8 +18,9 @@ from warpfit.errors import (
 )
 from warpfit.request import Loss
 from warpfit.server_info import Limits
+from warpfit_server.data import uploads
 from warpfit_server.data.dataset_store import DatasetStore
-from warpfit_server.data.uploads import Upload
+from warpfit_server.data.uploads import DataFolder, Upload
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection
@@ -135,18 +140,6 @@ def test_announced_bytes_evict_nothing():
     assert removed == [key(DATA, "a")]
 
 
-def test_announced_bytes_count_against_their_own_tenant_only():
-    store, _ = make_store(2)
-    announced = [upload(store, DATA, "a") for _ in range(2)]
-    with pytest.raises(ResourceExhaustedError):
-        upload(store, OTHERS[0], "a")
-    put(store, OTHERS[0], tenant="b")
-    put(store, OTHERS[1], tenant="b")
-    for each in announced:
-        each.__exit__()
-    put(store, DATA, tenant="a")
-
-
 def test_an_upload_that_runs_out_of_room_gives_its_bytes_back():
     store, _ = make_store(2)
     arriving = upload(store, DATA, "a")
@@ -201,16 +194,6 @@ def test_what_is_full_for_a_moment_only_is_tried_again():
     assert caught.value.retry_after is None, "it never fits into the tenant's budget"
 
 
-def test_a_tenant_over_its_share_is_not_told_to_wait_for_others_below_theirs():
-    store, _ = make_store(4)
-    for number, tenant in enumerate(("modest", "b", "c")):
-        put(store, numbered(number), tenant)
-    large = Dataset.of(np.zeros((20, 4)), np.zeros(20))
-    with pytest.raises(ResourceExhaustedError) as caught:
-        upload(store, large, "greedy")
-    assert caught.value.retry_after is None
-
-
 def test_what_was_given_back_stays_and_is_evicted_first():
     store, removed = make_store(3)
     keys = [put(store, numbered(number)).key for number in range(3)]
@@ -226,17 +209,6 @@ def test_what_was_given_back_stays_and_is_evicted_first():
     assert removed == keys[1::-1], "then the one that was used least recently"
     with pytest.raises(DatasetNotFoundError):
         store.give_back(keys[1])
-
-
-def test_what_is_given_back_while_another_call_uses_it_counts_as_used():
-    store, removed = make_store(2)
-    first = put(store, numbered(0)).key
-    put(store, numbered(1))
-    with store.use(first):
-        store.give_back(first)
-    put(store, numbered(2))
-    with store.use(first):
-        assert removed == [key(numbered(1))]
 
 
 def test_what_another_tenant_gave_back_makes_room_for_one_over_its_share():
@@ -324,15 +296,6 @@ def test_front_ends_are_told_what_comes_and_goes_in_that_order():
     ]
 
 
-def test_the_calls_of_a_front_end_that_dies_use_nothing():
-    table = QuotaTable.create(2)
-    other = QuotaTable(table.descriptor, 2, 1)
-    other.use_dataset(7, 1)
-    assert table.dataset_uses().calls[7] == 1
-    table.clear_process(1)
-    assert table.dataset_uses().calls[7] == 0
-
-
 def test_a_tenant_evicts_its_own_data_sets():
     store, removed = make_store(4)
     modest = put(store, numbered(0), "modest").key  # the one used least recently
@@ -353,17 +316,6 @@ def test_a_tenant_keeps_to_its_own_budget():
         pass
 
 
-def test_refused_uploads_evict_nothing():
-    store, removed = make_store(2)
-    used, idle = (put(store, numbered(number), "a").key for number in range(2))
-    large = Dataset.of(np.zeros((20, 4)), np.zeros(20))
-    with store.use(used), pytest.raises(ResourceExhaustedError):
-        upload(store, large, "b")
-    assert removed == []
-    with store.use(idle):
-        pass
-
-
 @pytest.mark.parametrize(("most", "files"), [(3, 1000), (1000, 24)])
 def test_the_number_of_data_sets_is_limited(monkeypatch, most, files):
     monkeypatch.setattr("warpfit_server.data.dataset_store._MOST_DATASETS", most)
@@ -373,35 +325,7 @@ def test_the_number_of_data_sets_is_limited(monkeypatch, most, files):
     assert removed == keys[:2]
 
 
-def test_the_uses_of_all_data_sets_are_read_at_once(monkeypatch):
-    """With thousands of them, to read one after the other took longer than the upload itself."""
-    store, removed = make_store(300)
-    for number in range(300):
-        put(store, numbered(number))
-    read, reads = store.table.dataset_uses, []
-    monkeypatch.setattr(store.table, "dataset_uses", lambda: reads.append(1) or read())
-    put(store, numbered(300))
-    store.expire(1000.0)
-    assert len(removed) == 1
-    assert len(reads) < 20
-
-
 # ----------------------------------------------------------------- memory that others have used
-
-
-@pytest.mark.parametrize("size", [100, 3 << 20])
-def test_a_segment_is_cleared_for_another_tenant(size):
-    pool = SegmentPool(64 << 20)
-    first = pool.acquire(size, "alice")
-    first.array("u1", (first.size,))[...] = 0xAB
-    pool.release(first)
-    again = pool.acquire(size, "alice")
-    assert again is first
-    assert (again.array("u1", (again.size,)) == 0xAB).all(), "no needless wiping"
-    pool.release(again)
-    other = pool.acquire(size, "bob")
-    assert other is first, "the memory is used again"
-    assert not other.array("u1", (other.size,)).any()
 
 
 def test_the_segment_of_an_answer_is_cleared_for_another_tenant():
@@ -426,3 +350,104 @@ def test_the_segment_of_an_answer_is_cleared_for_another_tenant():
         run.next_reply()
         run.close()
     assert len(segments) == 1, "the memory is used again"
+
+
+# ----------------------------------------------------------------- files that a server reads itself
+
+
+NUMBERS = np.arange(1000.0)
+EXPECTED = Dataset.of(NUMBERS, names=("a",)).content_id
+
+
+def write(path: Path, numbers=NUMBERS):
+    parquet.write_table(pa.table({"a": numbers}), path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> DataFolder:
+    (tmp_path / "root").mkdir()
+    store = DatasetStore(Limits(), QuotaTable.create(1))
+    return DataFolder(str(tmp_path / "root"), store, SegmentPool(0))
+
+
+def read(folder, name="a.parquet", x=(), check=lambda: None, reserve=lambda size: nullcontext()):
+    file = ServerFile(name, tuple(x), "", "", np.dtype("<f4"))
+    return folder.read(file, "tenant", Limits(), check, reserve)[0]
+
+
+def reason_of(call, *arguments, **named) -> str:
+    with pytest.raises(InvalidArgumentError) as caught:
+        call(*arguments, **named)
+    return caught.value.reason
+
+
+def test_a_file_is_read_that_was_found_although_its_name_now_leads_elsewhere(
+    folder: DataFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, secret = tmp_path / "root" / "a.parquet", tmp_path / "secret.parquet"
+    write(path)
+    write(secret, NUMBERS + 1)
+    opened = uploads.open_table
+
+    def swap(*arguments):
+        path.unlink()
+        path.symlink_to(secret)
+        return opened(*arguments)
+
+    monkeypatch.setattr(uploads, "open_table", swap)
+    assert read(folder).content_id == EXPECTED
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(folder: DataFolder, tmp_path: Path):
+    path = tmp_path / "root" / "a.parquet"
+    write(path)
+    assert reason_of(read, folder, check=lambda: os.utime(path)) == "DATA_CHANGED"
+    assert folder._store.usage().datasets == 0
+    assert read(folder).content_id == EXPECTED
+
+
+def test_what_is_no_regular_file_is_not_opened(folder: DataFolder, tmp_path: Path):
+    os.mkfifo(tmp_path / "root" / "fifo.parquet")
+    (tmp_path / "root" / "device.parquet").symlink_to("/dev/zero")
+    for name in ("fifo.parquet", "device.parquet", "/dev/zero"):
+        assert reason_of(read, folder, name) == "NO_SUCH_FILE"
+
+
+def test_decompressed_bytes_are_counted_before_they_are_there(folder: DataFolder, tmp_path: Path):
+    path = tmp_path / "root" / "a.parquet"
+    parquet.write_table(pa.table({"a": np.zeros(1_000_000)}), path, use_dictionary=False)
+    counted = []
+
+    @contextmanager
+    def refuse(size):
+        counted.append(size)
+        raise ResourceExhaustedError("no room", "QUEUE_FULL")
+        yield
+
+    with pytest.raises(ResourceExhaustedError):
+        read(folder, reserve=refuse)
+    assert path.stat().st_size < 1 << 20
+    assert 8_000_000 <= counted[0] < 9_000_000
+
+
+@pytest.mark.parametrize("way", ["existing", "missing", "process", "absolute", "inside"])
+def test_names_that_lead_out_and_in_again_tell_nothing(
+    folder: DataFolder, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+):
+    root = tmp_path / "root"
+    write(root / "a.parquet")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(root)
+    name = {
+        "existing": "../other/../root/a.parquet",
+        "missing": "../none/../root/a.parquet",
+        "process": f"{'../' * 20}proc/{os.getpid()}/cwd/a.parquet",
+        "absolute": f"{root}/a.parquet",
+        "inside": "b/../a.parquet",
+    }[way]
+    with pytest.raises(InvalidArgumentError) as caught:
+        read(folder, name)
+    assert caught.value.reason == "NO_SUCH_FILE"
+    with pytest.raises(InvalidArgumentError) as other:
+        read(folder, "none")
+    assert str(caught.value).replace(name, "none") == str(other.value), "one answer for all"

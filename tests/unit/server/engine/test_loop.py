@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from support.servers.examples import DATA
+from support.servers.server import eventually
 from warpfit.errors import (
     CancelledError,
     InternalError,
@@ -174,13 +175,6 @@ def run_loop():
         front.link.shut()
 
 
-def wait_until(condition):
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def test_an_engine_is_told_once_of_each_segment(run_loop):
     engine, front = run_loop()
     runs = [front.start(1.0) for _ in range(2)]
@@ -198,7 +192,7 @@ def held(run_loop):
         engine, *fronts = run_loop(**options)
         engine.go.clear()
         busy = fronts[0].start(1.0, values=True)
-        wait_until(lambda: engine.batches)
+        eventually(lambda: engine.batches)
         return engine, busy, *fronts
 
     return start
@@ -210,17 +204,6 @@ class TestAnswers:
         runs = [(f, n, f.start(*range(n + 1))) for n in range(30) for f in (one, two)]
         for front, n, run in runs:
             assert front.answer(run) == list(range(n + 1))
-
-    def test_progress_is_sent_when_values_are_final(self, run_loop):
-        _, front = run_loop()
-        run = front.start(*range(2_000), values=True, loss=None)
-        event = run.next_reply()
-        assert event == messages.ValuesReady(run.number, 2_000)
-        assert isinstance(run.next_reply(), messages.RequestFinished)
-        values = run.array("values")
-        np.testing.assert_array_equal(values[:, 0, 0], np.arange(2_000))
-        assert run.timings.compute == COMPUTE
-        run.close()
 
 
 class TestMerging:
@@ -260,24 +243,6 @@ class TestMerging:
         assert 6 in engine.batches
         front.answer(busy)
 
-    def test_batches_that_come_again_are_merged_and_run_alone_if_they_are_alone(self, held):
-        engine, busy, front = held()
-        again = {"tier": Tier.AUTO, "constant": 2.0}
-        for _ in range(3):
-            runs = [front.start(*range(n), **again) for n in (1, 2, 3)]
-            engine.go.set()
-            assert [front.answer(run) for run in runs] == [list(range(n)) for n in (1, 2, 3)]
-            engine.go.clear()
-            front.answer(busy)
-            busy = front.start(1.0, values=True)
-            wait_until(lambda: engine.batches[-1] == 1)
-        engine.go.set()
-        front.answer(busy)
-        assert engine.batches == [1, 6, 1, 6, 1, 6, 1]
-        engine.tiers.clear()
-        assert front.answer(front.start(5.0, **again)) == [5.0]
-        assert engine.tiers == [Tier.AUTO]  # the engine may choose another one than merged ones get
-
     def test_merged_requests_wait_apart_for_code_that_is_being_loaded(self, held):
         engine, busy, front = held()
         runs = [front.start(n, constant=WAITS if n == 1 else 1.0) for n in range(3)]
@@ -305,7 +270,7 @@ class TestCancellation:
     def test_between_two_steps(self, run_loop):
         engine, front = run_loop()
         run = front.start(1.0, constant=SLOW, values=True)
-        wait_until(lambda: engine.steps > 3)
+        eventually(lambda: engine.steps > 3)
         run.cancel()
         assert isinstance(front.answer(run), CancelledError)
         assert engine.steps < STEPS
@@ -314,7 +279,7 @@ class TestCancellation:
     def test_while_it_waits_for_code_that_is_being_compiled(self, run_loop):
         engine, front = run_loop()
         run = front.start(1.0, constant=WAITS, values=True)
-        wait_until(lambda: engine.batches)
+        eventually(lambda: engine.batches)
         run.cancel()
         assert isinstance(front.answer(run), CancelledError)
         engine.promised.set_result(None)
@@ -324,7 +289,7 @@ class TestCancellation:
     def test_a_fit_goes_on_after_its_deadline(self, run_loop):
         engine, front = run_loop()
         run = front.start(1.0, constant=WAITS, values=True)
-        wait_until(lambda: engine.batches)
+        eventually(lambda: engine.batches)
         run.segment.map[run.segment_layout.flag_offset] = 2  # what the driver of fits writes
         time.sleep(2 * loop_module._LOOK_SECONDS)
         engine.promised.set_result(None)
@@ -332,13 +297,12 @@ class TestCancellation:
 
 
 class TestSharing:
-    @pytest.mark.parametrize("tenant", ["me", "another"])
-    def test_small_requests_are_answered_between_the_steps_of_a_long_one(self, run_loop, tenant):
+    def test_small_requests_are_answered_between_the_steps_of_a_long_one(self, run_loop):
         engine, front = run_loop()
         long = front.start(1.0, constant=SLOW, values=True)
-        wait_until(lambda: engine.steps)
+        eventually(lambda: engine.steps)
         for n in range(10):
-            assert front.answer(front.start(n, tenant=tenant)) == [n]
+            assert front.answer(front.start(n, tenant=("me", "another")[n % 2])) == [n]
         assert engine.steps < STEPS
         assert front.answer(long) == [1.0]
         assert engine.steps == STEPS
@@ -352,7 +316,7 @@ class TestDeviceWork:
         merged = [front.start(n, constant=SLOW, tenant="greedy") for n in (1.0, 2.0, 3.0)]
         engine.go.set()
         front.answer(busy)
-        wait_until(lambda: engine.steps)
+        eventually(lambda: engine.steps)
         assert 3 in engine.batches
         assert front.answer(front.start(4.0, tenant="modest")) == [4.0]
         assert engine.steps < STEPS
@@ -364,7 +328,7 @@ class TestDeviceWork:
     def test_others_run_while_a_step_waits_and_are_answered_first(self, run_loop):
         engine, front = run_loop(2, threads=1)
         first = front.start(1.0, constant=ON_DEVICE, values=True)
-        wait_until(lambda: engine.device)
+        eventually(lambda: engine.device)
         for n in range(3):
             assert front.answer(front.start(n)) == [n]
         assert first.queue.empty()
@@ -374,39 +338,26 @@ class TestDeviceWork:
     def test_no_more_steps_begin_than_the_engine_gains_from(self, run_loop):
         engine, front = run_loop(2, threads=1)
         runs = [front.start(n, constant=ON_DEVICE, values=True) for n in range(3)]
-        wait_until(lambda: len(engine.device) == 2)
+        eventually(lambda: len(engine.device) == 2)
         time.sleep(0.05)
         assert len(engine.batches) == 2
         engine.device[1].set()  # the second one ends first
         assert front.answer(runs[1]) == [1.0]
-        wait_until(lambda: len(engine.device) == 3)
+        eventually(lambda: len(engine.device) == 3)
         engine.device[0].set()
         engine.device[2].set()
         assert [front.answer(run) for run in (runs[0], runs[2])] == [[0.0], [2.0]]
-
-    def test_merged_requests_wait_for_the_device(self, run_loop):
-        engine, front = run_loop(1, threads=1)
-        busy = front.start(9.0, constant=ON_DEVICE, values=True)
-        wait_until(lambda: engine.device)
-        runs = [front.start(n, constant=constant) for n, constant in enumerate((ON_DEVICE, 1.0))]
-        time.sleep(0.05)
-        engine.device[0].set()
-        assert front.answer(busy) == [9.0]
-        wait_until(lambda: len(engine.device) == 2)
-        engine.device[1].set()
-        assert [front.answer(run) for run in runs] == [[0.0], [1.0]]
-        assert engine.batches == [1, 2]
 
 
 class TestFailures:
     def test_a_front_end_that_dies_costs_its_own_requests(self, run_loop):
         engine, dying, living = run_loop(front_ends=2)
         lost = [dying.start(1.0, constant=SLOW, values=True), dying.start(2.0, values=True)]
-        wait_until(lambda: engine.steps > 3)
+        eventually(lambda: engine.steps > 3)
         dying.link.shut()
         assert all(isinstance(dying.answer(run), UnavailableError) for run in lost)
         assert living.answer(living.start(3.0)) == [3.0]
-        wait_until(lambda: not dying.connection.requests)
+        eventually(lambda: not dying.connection.requests)
         assert engine.steps < STEPS
 
     def test_a_segment_that_is_too_small_fails_its_request_only(self, run_loop):
@@ -431,6 +382,6 @@ class TestFailures:
         runs = [front.start(n, constant=BROKEN) for n in range(count)]
         engine.go.set()
         assert front.answer(busy) == [1.0]
-        wait_until(lambda: ended)
+        eventually(lambda: ended)
         assert ended == [EXIT_BROKEN]
         assert all(run.queue.empty() for run in runs)

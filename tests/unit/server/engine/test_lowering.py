@@ -1,6 +1,10 @@
-"""Lowering of programs, alone and with derivatives: what is computed once, slots, threads."""
+"""Lowering of programs, alone and with derivatives, and the cache of what was lowered."""
 
 from __future__ import annotations
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +12,9 @@ import pytest
 from support.random_programs import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
-from warpfit.ops import OPERATORS
+from warpfit.parse import parse
+from warpfit_server import shared_batch
+from warpfit_server.engine import lowering_cache
 from warpfit_server.engine.autodiff import (
     BY_PARAMETERS,
     BY_VARIABLES,
@@ -19,7 +25,9 @@ from warpfit_server.engine.autodiff import (
 )
 from warpfit_server.engine.cpu.derivatives import differentiation_work
 from warpfit_server.engine.cpu.interpreter import lowering_work
+from warpfit_server.engine.interface import run_to_end
 from warpfit_server.engine.lowering import Lowered, lower_chunk
+from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.native.numba_cache import address_of, load_chunk_function
 from warpfit_server.engine.native.parallel_loop import ParallelLoop
 
@@ -59,27 +67,6 @@ def test_common_subexpressions_and_invariants_are_computed_once(lower):
     assert header["end"] - header["prologue_end"] == 4
 
 
-@pytest.mark.parametrize(
-    ("exponent", "names"),
-    [
-        (-2.0, ["inv", "square"]),
-        (-1.0, ["inv"]),
-        (1.0, []),
-        (2.0, ["square"]),
-        (3.0, ["cube"]),
-        (4.0, ["square", "square"]),
-        (5.0, ["pow"]),
-        (0.5, ["pow"]),
-    ],
-)
-def test_powers_with_small_whole_exponents_are_products(lower, exponent, names):
-    base = Program.apply("exp", X1)
-    program = Program.apply("pow", base, Program.constant(exponent))
-    found = lower(Batch.of([program]))
-    codes = found.instructions["code"][: found.headers[0]["end"]].tolist()
-    assert codes == [OPERATORS[name].code for name in ["exp", *names]]
-
-
 def test_the_operand_that_needs_more_slots_is_computed_first(lower):
     deep = Program.apply("exp", X1)
     for _ in range(30):
@@ -117,3 +104,134 @@ def test_threads_lower_each_program_as_if_it_were_alone(lower, differentiated):
     if differentiated:
         used = np.sort(together.headers[["start", "end"]])
         assert used["start"].tolist() == [0, *used["end"][:-1]], "nothing lies between them"
+
+
+# -------------------------------------------------------------------- the cache of what was lowered
+
+
+@pytest.fixture
+def made():
+    """Batches of which something was made."""
+    return []
+
+
+@pytest.fixture
+def make(made):
+    def make(batch):
+        made.append(batch)
+        yield None
+        return content(batch)
+
+    return make
+
+
+def content(batch):
+    return batch.codes.sum(), batch.values.tobytes()
+
+
+def by_programs(cache, *given):
+    return run_to_end(cache.by_programs(*given))
+
+
+def by_batch(cache, *given):
+    return run_to_end(cache.by_batch(*given))
+
+
+def of(*texts, parameters=None):
+    programs = [parse(text) for text in texts]
+    vectors = [np.full(p.parameters, 1.0) for p in programs] if parameters is None else parameters
+    return Batch.of(programs, vectors)
+
+
+def test_programs_are_cached_from_the_second_time_on(made, make):
+    cache = LoweringCache()
+    for number in range(5):
+        batch = of("x1 + p1", parameters=[[float(number)]])
+        assert by_programs(cache, batch, (), make) == content(batch)
+    first, second = made
+    assert len(first.parameters) == 1
+    assert len(second.parameters) == 0, "a copy without parameters"
+    assert len(cache) == 1
+
+
+def test_cached_programs_do_not_change_with_the_memory_that_they_arrived_in(make):
+    cache, memory = LoweringCache(), of("x1 * 2.0").copy()
+    results = []
+    for constant in (2.0, 2.0, 3.0, 2.0, 3.0, 2.0):
+        memory.values[memory.values > 1] = constant
+        results.append(by_programs(cache, replace(memory), (), make)[1])
+    assert [np.frombuffer(one).max() for one in results] == [2.0, 2.0, 3.0, 2.0, 3.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        of("x1 * 3.0", "x2"),
+        of("x2 * 2.0", "x2"),
+        of("x1 + 2.0", "x2"),
+        of("x1 * 2.0 + 1.0", "x2"),
+        of("x1 * p1", "x2"),
+        of("x1 * 2.0"),
+        of("x1 * -0.0", "x2"),
+    ],
+)
+def test_programs_with_the_same_hash_are_not_mixed_up(monkeypatch, make, other):
+    monkeypatch.setattr(shared_batch, "_hash", lambda *_: 7)
+    cache, batch = LoweringCache(), of("x1 * 2.0", "x2")
+    for _ in range(3):
+        for one in (batch, other, of("x1 * 0.0", "x2")):
+            assert by_programs(cache, one, (), make) == content(one)
+
+
+def test_results_for_other_needs_are_cached_separately(made, make):
+    cache, batch = LoweringCache(), of("x1")
+    for need in ("a", "b") * 3:
+        by_programs(cache, batch, (need,), make)
+        by_batch(cache, batch, (need,), make)
+    assert len(made) == 4 + 2
+
+
+def test_the_same_batch_is_cached_from_the_first_time_on(made, make):
+    cache, batch = LoweringCache(), of("x1 + p1")
+    for _ in range(3):
+        by_batch(cache, batch, (), make)
+    assert len(made) == 1
+    by_batch(cache, of("x1 + p1"), (), make)
+    assert len(made) == 2
+
+
+def test_the_cache_is_limited_by_the_tokens_of_its_batches(monkeypatch, made, make):
+    monkeypatch.setattr(lowering_cache, "_MOST_TOKENS", 1000)
+    monkeypatch.setattr(lowering_cache, "_LEAST_TOKENS", 1)
+    cache = LoweringCache()
+    batches = [Batch.of(*thesis_mix(seed, 10)) for seed in range(20)]
+    for batch in batches:
+        by_batch(cache, batch, (), make)
+    assert 0 < sum(tokens for tokens, *_ in cache._kept.values()) <= 1000
+    large = Batch.of(*thesis_mix(1, 100))
+    for _ in range(3):
+        assert by_programs(cache, large, (), make) == content(large)
+    assert len(large.codes) not in [tokens for tokens, *_ in cache._kept.values()]
+
+
+def test_what_was_made_of_a_batch_is_forgotten_with_it(made, make):
+    """A fit's batches never come again, and what an engine makes of them is large."""
+    cache, batch = LoweringCache(), of("x1 + p1")
+    for need in "ab":
+        assert by_batch(cache, batch, (need,), make)
+    assert len(cache) == 2
+    made.clear()
+    del batch
+    gc.collect()
+    assert len(cache) == 0
+
+
+def test_threads_share_the_cache(make):
+    cache, batches = LoweringCache(), [Batch.of(*thesis_mix(seed, 5)) for seed in range(10)]
+
+    def work(number):
+        batch = batches[number % 10]
+        return by_programs(cache, batch, (), make) == content(batch)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(500)))

@@ -1,4 +1,4 @@
-"""The fair queue, simulated: drawn arrivals of many tenants on an engine of several threads."""
+"""The fair queue, simulated with arrivals of many tenants, and suspects, which run alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from warpfit_server.engine.scheduler import ScheduledRequest, Scheduler
+from warpfit_server.ipc.segments import ALONE, BEGUN, PROVEN, QUEUED
 from warpfit_server.tenancy.tenants import PROBE
 
 STEP = 0.004
@@ -123,21 +124,6 @@ def test_small_calls_do_not_wait_for_long_ones_of_their_tenant():
     assert max(one.ended - one.arrived for one in small) <= 2 * STEP + 0.002 + 1e-9
 
 
-def test_equal_calls_of_a_tenant_run_one_after_the_other():
-    """If they took turns, all of them would end late."""
-    calls = [call("one", 0.0, 0.008) for _ in range(10)]
-    Simulation(threads=1).run(calls, until=1.0)
-    ended = sorted(one.ended for one in calls)
-    assert ended == pytest.approx([0.008 * (number + 1) for number in range(10)])
-
-
-def test_a_tenant_that_was_idle_has_priority_for_a_bounded_time():
-    busy = [call("busy", 0.0, 0.004) for _ in range(2_000)]
-    back = [call("back", 0.0, 0.004), *[call("back", 4.0, 0.004) for _ in range(500)]]
-    Simulation(threads=1).run([*busy, *back], until=4.5)
-    assert any(4.0 <= one.began < 4.1 for one in busy)
-
-
 def test_steps_that_share_cores_run_one_at_a_time_while_several_tenants_are_active():
     scheduler = Scheduler(merged_size=1, shares_cores=True)
     greedy, modest = [call("greedy", 0.0, 1.0) for _ in range(20)], call("modest", 0.0, 1.0)
@@ -192,17 +178,6 @@ def test_a_health_probe_is_no_second_tenant():
     assert [scheduler.next(), scheduler.next()] == [[one] for one in calls]
 
 
-def test_waiting_requests_are_merged_and_the_cost_is_shared():
-    simulation = Simulation(threads=1, merged_size=100)
-    calls = [
-        call(name, 0.0, 0.001, merge_key="same", size=10) for name in "abcd" for _ in range(25)
-    ]
-    simulation.run(calls, until=1.0)
-    assert all(one.ended >= 0 for one in calls)
-    assert simulation.steps == 10, "ten of them fill a step"
-    assert max(simulation.used.values()) == pytest.approx(min(simulation.used.values()))
-
-
 def test_only_equal_keys_are_merged_up_to_the_size_of_a_step():
     scheduler = Scheduler(merged_size=100)
     first, other, too_large = (
@@ -255,11 +230,118 @@ def test_requests_that_have_begun_are_not_merged():
     assert scheduler.next() == [third, second]
 
 
-def test_idle_tenants_are_forgotten_when_they_are_very_many():
-    scheduler = Scheduler(merged_size=1)
-    for number in range(1_500):
-        request = ScheduledRequest(f"tenant {number}")
-        scheduler.add(request)
-        assert scheduler.next() == [request]
-        scheduler.ran([request], 0.001)
-    assert len(scheduler._tenants) <= 1_000
+# ----------------------------------------------------------------------------------------- suspects
+
+
+@dataclass(eq=False)
+class FakeRequest(ScheduledRequest):
+    name: str = ""
+    state: int = QUEUED
+    is_cancelled: bool = False
+
+    def note_state(self, state):
+        self.state = state
+
+
+class Steps:
+    """A scheduler with a clock, and an engine that runs its steps."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.scheduler = Scheduler(1 << 20, clock=lambda: self.now)
+
+    def add(self, name, alone=0.0, tenant="me"):
+        request = FakeRequest(tenant, name=name, alone=alone)
+        self.scheduler.add(request)
+        return request
+
+    def next(self):
+        """Begin the next step; return its request, or None if nothing may run now."""
+        requests = self.scheduler.next()
+        for request in requests:
+            if not (request.alone or request.used):
+                request.state = BEGUN
+        return requests[0] if requests else None
+
+    def end(self, request, *, finished=True):
+        self.scheduler.ran([request], 0.001)
+        self.scheduler.ended([request], [] if finished else [request])
+
+
+@pytest.fixture
+def steps():
+    return Steps()
+
+
+def test_a_suspect_waits_for_running_steps_and_others_wait_for_the_suspect(steps):
+    before = steps.add("before")
+    assert steps.next() is before
+    suspect, after = steps.add("suspect", 5.0), steps.add("after")
+    assert steps.next() is None
+    assert suspect.state == QUEUED
+    steps.end(before)
+    assert steps.next() is suspect
+    assert suspect.state == ALONE
+    assert steps.next() is None
+    steps.end(suspect)
+    assert steps.next() is after
+    assert steps.scheduler.timeout is None
+
+
+def test_a_suspect_runs_all_its_steps_alone(steps):
+    suspect, after = steps.add("suspect", 5.0), steps.add("after")
+    for finished in (False, False, True):
+        assert steps.next() is suspect
+        assert steps.next() is None
+        steps.end(suspect, finished=finished)
+    assert steps.next() is after
+
+
+def test_a_suspect_that_takes_too_long_runs_beside_others_and_its_state_says_so(steps):
+    suspect, after = steps.add("suspect", 2.0), steps.add("after")
+    assert steps.next() is suspect
+    steps.now += 1.9
+    assert steps.next() is None
+    steps.now += 0.2
+    assert steps.next() is after
+    assert suspect.state == PROVEN
+    steps.end(suspect, finished=False)
+    assert steps.next() is suspect  # beside the other
+    assert suspect.state == PROVEN
+
+
+def test_a_long_step_does_not_keep_a_suspect_waiting_for_ever(steps):
+    long = steps.add("long")
+    steps.next()
+    suspect, after = steps.add("suspect", 2.0), steps.add("after")
+    assert steps.next() is None
+    steps.now += 2.1
+    assert steps.next() is suspect
+    assert suspect.state == BEGUN
+    assert steps.next() is after
+    steps.end(long)
+
+
+def test_probes_run_beside_a_suspect(steps):
+    suspect = steps.add("suspect", 2.0)
+    assert steps.next() is suspect
+    probe = steps.add("probe", tenant=PROBE)
+    assert steps.next() is probe
+    assert suspect.state == ALONE
+    steps.end(suspect)
+    other = steps.add("other suspect", 2.0)
+    assert steps.next() is other
+    assert other.state == ALONE
+
+
+def test_a_cancelled_suspect_does_not_wait(steps):
+    long = steps.add("long")
+    steps.next()
+    suspect = steps.add("suspect", 60.0)
+    assert steps.next() is None
+    suspect.is_cancelled = True
+    assert steps.next() is suspect
+    steps.end(suspect)
+    after = steps.add("after")
+    assert steps.next() is after
+    steps.end(long)

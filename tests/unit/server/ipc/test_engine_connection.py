@@ -1,7 +1,5 @@
 """A front end's connection; the test sends the engine's replies."""
 
-import errno
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +9,7 @@ import pytest
 
 from support.random_programs import thesis_mix
 from warpfit.dataset import Dataset
-from warpfit.errors import CancelledError, ResourceExhaustedError, UnavailableError
+from warpfit.errors import CancelledError, UnavailableError
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
 from warpfit_server.ipc import messages
@@ -170,18 +168,4 @@ def test_a_connection_that_is_not_needed_costs_no_call(front, process):
     engine.send(messages.RequestFinished(message.request))
     assert call.result(SECONDS) == message.request
     front.answer_one(engine)
-    engine.close()
-
-
-def test_without_a_free_descriptor_the_old_connection_stays(front, monkeypatch):
-    engine = front.open()
-
-    def eventfd(*_):
-        raise OSError(errno.EMFILE, "no more")
-
-    with monkeypatch.context() as lacking, pytest.raises(ResourceExhaustedError, match="files"):
-        lacking.setattr(os, "eventfd", eventfd)
-        front.open()
-    front.answer_one(engine)
-    assert not front.lost.is_set()
     engine.close()

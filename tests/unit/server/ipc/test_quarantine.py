@@ -1,6 +1,5 @@
 """Which batches and data sets are suspect, and which are in quarantine."""
 
-import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -62,9 +61,6 @@ def engines():
 
 
 class TestQuarantine:
-    def test_without_crashes_no_digest_is_computed(self, engines):
-        assert engines.quarantine.suspects.check(D, lambda: pytest.fail("computed")) == 0.0
-
     def test_a_long_search_is_not_blamed_for_what_others_do_beside_it(self, engines):
         engines.die(b"search", b"culprit")
         for number in range(3):
@@ -72,12 +68,11 @@ class TestQuarantine:
             engines.die(b"search", culprit, proven=[b"search"])
             assert engines.seconds(culprit) == 2.0
         assert engines.refuses(b"search") is None
-
-    def test_a_long_search_that_engines_die_of_is_refused(self, engines):
-        for _ in range(2):
-            assert engines.refuses(b"search") is None
-            engines.die(b"search", proven=[b"search"])
-        assert engines.refuses(b"search") == "BATCH_QUARANTINED"
+        others = Engines()
+        for _ in range(2):  # with nothing beside it that could be to blame
+            assert others.refuses(b"search") is None
+            others.die(b"search", proven=[b"search"])
+        assert others.refuses(b"search") == "BATCH_QUARANTINED"
 
     def test_a_batch_that_crashes_two_engines_is_refused_and_one_beside_it_is_not(self, engines):
         engines.die(b"culprit", b"innocent")
@@ -180,16 +175,6 @@ class TestQuarantine:
         engines.now += 3000.0
         engines.quarantine.expire()
         assert engines.refuses(b"culprit") is None
-
-    def test_its_memory_is_bounded(self, engines):
-        for number in range(150):
-            name = b"%032d" % number
-            for _ in range(2 if number % 2 else 1):
-                engines.die(name, *(b"%032d" % (n + number) for n in range(150, 180)))
-            engines.quarantine.report(InterruptedBatch(9999, D, name, BEGUN))
-        known = engines.quarantine.current
-        assert len(known.suspects) + len(known.quarantined) <= 2 * 2048 + 256
-        assert len(pickle.dumps(known)) < 256 << 10
 
     def test_changes_are_published_and_older_lists_are_ignored(self, engines):
         published = []

@@ -210,13 +210,3 @@ class TestSplitting:
         quarantine.report(InterruptedBatch(1, DATASET.content_id, whole.digest(), BEGUN))
         front.suspects.update(quarantine.current)
         assert isinstance(self.split(front), InFlightRequest)
-
-
-def test_a_lone_engine_that_is_gone_is_not_asked_to_load_anything():
-    front = Front(1)
-    front.connections[0].is_open = False
-    data = Data(loaded=())
-    with pytest.raises(UnavailableError):
-        front.start(data=data)
-    assert not data.engines
-    front.table.close()

@@ -1,17 +1,39 @@
-"""Log lines of calls, and the limit on their number."""
+"""Log lines of calls, the port of the metrics, and what is measured."""
 
+import http.client
 import json
 import logging
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
+from warpfit.errors import UnavailableError
+from warpfit.request import Timings
+from warpfit_server import metrics
+from warpfit_server.metrics import MetricsPort, gpu_usages
 from warpfit_server.observability import logs
 from warpfit_server.observability.logs import LogRateLimiter
-from warpfit_server.observability.records import CallRecord, Observer, call_id
+from warpfit_server.observability.records import (
+    CallRecord,
+    MetricsDelta,
+    Observer,
+    Recorder,
+    SpanTracer,
+    make_tracer,
+)
 
 PAUSES = st.lists(st.floats(0, 5, allow_nan=False), min_size=1, max_size=300)
 
@@ -34,14 +56,6 @@ def test_lines_keep_to_the_rate_and_left_out_ones_are_counted(burst, rate, pause
             assert count <= burst + rate * (end - begin) + 1e-6
 
 
-def test_names_take_a_bounded_amount_of_memory(monkeypatch):
-    monkeypatch.setattr(logs, "_MOST_NAMES", 10)
-    limiter = LogRateLimiter(1, 1.0)
-    for number in range(35):
-        assert limiter.take(str(number), 0.0) == 0
-        assert len(limiter._used) <= 10
-
-
 @pytest.fixture
 def end(caplog):
     """A function that ends a call and returns all lines so far."""
@@ -52,16 +66,6 @@ def end(caplog):
         return [record.getMessage() for record in caplog.records]
 
     return end
-
-
-def test_a_client_that_repeats_a_mistake_gets_few_lines(caplog, end):
-    caplog.set_level(logging.INFO, "warpfit.requests")
-    for _ in range(5000):
-        lines = end("INVALID_ARGUMENT")
-    assert 100 <= len(lines) < 1000
-    assert lines[0].startswith("Evaluate ended INVALID_ARGUMENT after ")
-    assert len(end("INTERNAL", "bob")) == len(lines) + 1
-    assert end("OK", "bob")[-1] == end("NOT_FOUND", "bob")[-1], "clients expect these"
 
 
 def test_the_next_line_says_how_many_were_left_out(caplog, end, monkeypatch):
@@ -139,17 +143,259 @@ def test_no_place_writes_many_lines(written, monkeypatch):
     assert lines()[0].endswith(f"again (after {left_out} such lines that were left out)")
 
 
-def test_headers_that_are_no_text_cause_no_line_and_no_work(written):
-    lines = written()
-    logger = logging.getLogger("grpc.inner")
-    assert not logger.isEnabledFor(logging.ERROR), "it would make a traceback for each header"
-    logger.error("Invalid encoding on metadata")
-    assert lines() == []
+# -------------------------------------------------------------------------- the port of the metrics
 
 
-def test_ids_of_calls_do_not_tell_how_many_there_are():
-    names = [call_id({}) for _ in range(1000)]
-    assert len(set(names)) == 1000
-    numbers = [int(name, 16) for name in names]
-    assert 0.35 < np.mean(np.diff(numbers) > 0) < 0.65, "no order"
-    assert len({name[:8] for name in names}) > 990, "no common beginning"
+SERIES = 10_000
+
+
+class Page(Collector):
+    """Many numbers, or an error."""
+
+    def __init__(self):
+        self.is_broken = False
+        self.is_ready = True
+
+    def collect(self):
+        if self.is_broken:
+            raise RuntimeError("no metrics")
+        family = GaugeMetricFamily("warpfit_ready", "Whether it is", labels=("number",))
+        for number in range(SERIES):
+            family.add_metric((str(number),), 1.0)
+        yield family
+
+
+@pytest.fixture
+def page():
+    return Page()
+
+
+@pytest.fixture
+def port(page):
+    made = MetricsPort(page, "127.0.0.1", 0)
+    yield made.port
+    made.stop()
+
+
+def request(port, method="GET", path="/metrics", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def connect(port):
+    return socket.create_connection(("127.0.0.1", port), timeout=10)
+
+
+def is_whole(answer):
+    status, content = answer
+    return status == 200 and content.count(b"\nwarpfit_ready{") == SERIES
+
+
+def test_the_page(port, page):
+    assert is_whole(request(port))
+    assert is_whole(request(port, path="/metrics?time=1"))
+    assert request(port, "POST")[0] == 405
+    page.is_broken = True
+    assert request(port)[0] == 500
+    page.is_broken = False
+    assert is_whole(request(port))
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"\r\n\r\n", b"\x00" * 100 + b"\r\n\r\n", b"GET /metrics", b"x" * (1 << 20)]
+)
+def test_whatever_is_sent_the_port_lives_on(port, sent):
+    with connect(port) as client:
+        try:
+            client.sendall(sent)
+            client.shutdown(socket.SHUT_WR)
+            client.recv(1 << 16)
+        except OSError:
+            pass  # it has closed the connection
+    assert is_whole(request(port))
+
+
+@pytest.mark.thorough
+def test_many_silent_connections_cost_few_threads_and_keep_nobody_out(port):
+    before = threading.active_count()
+    clients = []
+    try:
+        clients.extend(connect(port) for _ in range(100))
+        assert is_whole(request(port))
+        deadline = time.monotonic() + 10
+        while threading.active_count() > before + metrics._MOST_CONNECTIONS:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        oldest = clients[0]
+        assert oldest.recv(1) == b""  # it made room
+    except ConnectionResetError:
+        pass
+    finally:
+        for client in clients:
+            client.close()
+
+
+def test_a_silent_client_and_one_that_takes_no_answer_are_cut_off(port, monkeypatch):
+    monkeypatch.setattr(metrics._Handler, "timeout", 0.3)
+    before = threading.active_count()
+    with connect(port) as silent, connect(port) as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.sendall(b"GET /metrics HTTP/1.1\r\n\r\n" * 100)
+        assert silent.recv(1) == b""
+        deadline = time.monotonic() + 10
+        while threading.active_count() > before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize("host", ["nohost.invalid", "a b", "x" * 300, "a..b", "203.0.113.1"])
+def test_a_host_that_is_none_of_this_machine_is_an_error(host):
+    with pytest.raises(UnavailableError, match="--metrics-port"):
+        MetricsPort(Page(), host, 0)
+
+
+# --------------------------------------------------------------------------- measurements and spans
+
+
+SECONDS = st.floats(0, 1000, allow_nan=False)
+LABELS = ("Evaluate", "OK", "a")
+TIMINGS = Timings(1, 2, 1, 4, 2, tier="cpu", cache_hits=1)
+
+
+def ended(tenant="a", seconds=0.1, **measured):
+    return CallRecord("Evaluate", "", 0, tenant, status="OK", ended=int(1e9 * seconds), **measured)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), SECONDS, st.booleans())), st.integers(0, 5))
+def test_nothing_is_lost_or_doubled_on_the_way_to_the_main_process(observed, cut):
+    single, main, front_end = Recorder(), Recorder(), Recorder()
+    for number, (tenant, seconds, answered) in enumerate(observed):
+        measured = {"programs": 2, "tokens": 3, "token_rows": 4} if answered else {}
+        received, timings = 10 * (number % 3), TIMINGS if answered else None
+        call = ended(tenant, seconds, received_bytes=received, timings=timings, **measured)
+        for recorder in (single, main if number % 2 else front_end):
+            recorder.begin(call)
+            recorder.end(call)
+        if number % 6 == cut:
+            main.add(7, front_end.take())
+    main.add(7, front_end.take())
+    expected, got = single.totals(), main.totals()
+    assert got.counts == expected.counts
+    assert got.histograms.keys() == expected.histograms.keys()
+    for series, histogram in expected.histograms.items():
+        assert got.histograms[series].buckets == histogram.buckets
+        assert got.histograms[series].seconds == pytest.approx(histogram.seconds)
+    calls = expected.counts.get(("requests", LABELS), 0)
+    assert calls == sum(tenant == "a" for tenant, _, _ in observed)
+    assert got.in_flight == 0
+
+
+def test_calls_that_end_in_many_threads_are_all_counted():
+    recorder = Recorder()
+
+    def work(_):
+        for _ in range(2000):
+            call = ended()
+            recorder.begin(call)
+            recorder.end(call)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    totals = recorder.totals()
+    assert totals.counts == {("requests", LABELS): 8000.0}
+    assert totals.in_flight == 0
+
+
+def test_calls_of_a_process_that_died_are_not_in_flight():
+    recorder = Recorder()
+    recorder.begin(ended())
+    recorder.add(7, MetricsDelta(in_flight=3))
+    recorder.add(8, MetricsDelta(in_flight=1))
+    assert recorder.totals().in_flight == 5
+    recorder.forget(7)
+    assert recorder.totals().in_flight == 2
+
+
+# --------------------------------------------------------------------------------------------- GPUs
+
+
+class NvmlError(Exception):
+    pass
+
+
+def fake_nvml():
+    """As much of pynvml as is used, with two GPUs."""
+
+    def by_index(index):
+        if index > 1:
+            raise NvmlError("no such GPU")
+        return index
+
+    return SimpleNamespace(
+        NVMLError=NvmlError,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=by_index,
+        nvmlDeviceGetHandleByUUID={"GPU-a": 0, "GPU-b": 1}.__getitem__,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=100 + handle, total=1000),
+        nvmlDeviceGetIndex=lambda handle: handle,
+        nvmlDeviceGetName=lambda handle: "GPU",
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=25),
+    )
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"), [(None, "01"), ("1", "1"), ("GPU-b, 0", "10"), ("", ""), ("5", "")]
+)
+def test_only_visible_gpus_are_read(monkeypatch, visible, gpus):
+    monkeypatch.setattr(metrics, "_library", fake_nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    usages = gpu_usages()
+    assert [usage.gpu for usage in usages] == list(gpus)
+    assert all(usage.memory_used == 100 + int(usage.gpu) for usage in usages)
+    assert all(usage.utilisation == 0.25 for usage in usages)
+
+
+# -------------------------------------------------------------------------------------------- spans
+
+
+def test_a_call_is_a_child_of_the_callers_span_and_has_its_stages_as_children():
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    now = time.monotonic_ns()
+    record = CallRecord(
+        *("Evaluate", "call-1", now - 9_000_000, "alice"),
+        metadata={"traceparent": f"00-{trace}-{parent}-01"},
+        timings=Timings(decode=1_000_000, queue=2_000_000, compute=3_000_000),
+        finished=now - 1_000_000,
+        encode=500_000,
+        status="OK",
+        ended=now,
+    )
+    SpanTracer(provider).record(record)
+    *stages, call = exporter.get_finished_spans()
+    assert call.name == "warpfit.v1.Evaluator/Evaluate"
+    assert format(call.context.trace_id, "032x") == trace
+    assert format(call.parent.span_id, "016x") == parent
+    assert call.attributes["warpfit.request_id"] == "call-1"
+    assert {"warpfit.tenant", "warpfit.programs", "warpfit.tokens"} <= set(call.attributes)
+    assert call.end_time - call.start_time == 9_000_000
+    assert [stage.name for stage in stages] == ["decode", "queue", "copy", "kernel", "encode"]
+    for earlier, later in pairwise(stages):
+        assert earlier.end_time == later.start_time
+    assert all(stage.parent.span_id == call.context.span_id for stage in stages)
+    assert all(call.start_time <= s.start_time <= s.end_time <= call.end_time for s in stages)
+
+
+def test_the_log_names_the_extra_that_is_missing(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    assert make_tracer({"OTEL_TRACES_EXPORTER": "otlp"}) is None
+    assert "warpfit[tracing]" in caplog.text

@@ -1,5 +1,7 @@
 """The supervisors of front ends and engines, and what front ends are told, without processes."""
 
+from __future__ import annotations
+
 import math
 import os
 import signal
@@ -10,6 +12,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +25,7 @@ from warpfit.dataset import Dataset
 from warpfit.errors import (
     DatasetNotFoundError,
     InternalError,
+    InvalidArgumentError,
     ResourceExhaustedError,
     UnavailableError,
 )
@@ -29,13 +33,14 @@ from warpfit.server_info import Device, Limits
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import DatasetStore
-from warpfit_server.data.uploads import Upload
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.messages import Channel, ChannelClosedError
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.router import Registry
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.observability.records import Recorder
+from warpfit_server.processes import engine_start
+from warpfit_server.processes.engine_start import prepare
 from warpfit_server.processes.engines import Engines, EngineSupervisor
 from warpfit_server.processes.front_end import MainProcess
 from warpfit_server.processes.front_ends import FrontEnds
@@ -131,16 +136,6 @@ def test_a_process_that_ends_is_replaced_at_once_and_later_with_pauses():
     assert len(supervisor.codes) < 6
 
 
-def test_a_process_that_hangs_does_not_outlive_the_server():
-    supervisor = Sleeper(60.0)
-    supervisor.start()
-    eventually(lambda: supervisor.state is State.STARTING)
-    supervisor.stop()
-    assert supervisor.codes == [-signal.SIGKILL]
-    with pytest.raises(ProcessLookupError):
-        os.kill(supervisor.pids[0], 0)
-
-
 def test_processes_that_are_told_to_end_and_hang_are_killed_after_the_time_of_one():
     supervisors = [Sleeper(60.0, stop_seconds=1.0) for _ in range(4)]
     for supervisor in supervisors:
@@ -167,10 +162,6 @@ def test_a_front_end_answers_while_its_last_right_probe_is_recent(watchdog, fron
     assert not watchdog.all_answered_by(0)
     probe.ended -= 6.0
     assert not watchdog.all_answered_by(1)
-
-
-def test_no_engine_answers_where_there_is_no_front_end(watchdog):
-    assert not watchdog.all_answered_by(0)
 
 
 def test_a_front_end_is_replaced_if_the_engine_answers_only_others(watchdog, front_end):
@@ -207,17 +198,6 @@ def test_a_new_front_end_ends_no_readiness(watchdog, front_end):
     assert watchdog.all_answered_by(0)
     front_end.handle(None, messages.ProbeResult(0, False), None)
     assert not watchdog.all_answered_by(0)
-
-
-def test_readiness_is_repeated_before_front_ends_doubt_it(front_ends, front_end):
-    config = replace(CONFIG, hang_seconds=3.0)
-    watchdog = Watchdog(config, front_ends.engines, [None, None], None, front_ends)
-    front_ends.announce_readiness()
-    begun = time.monotonic()
-    watchdog.look_at_front_ends(begun + 0.1)
-    assert len(front_end.told) == 1
-    watchdog.look_at_front_ends(begun + 0.2)
-    assert len(front_end.told) == 2
 
 
 def test_silence_counts_only_while_this_process_hears(watchdog, front_end):
@@ -305,17 +285,6 @@ def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch, caplog, er
     told = [record for record in caplog.records if "could not be run" in record.message]
     assert len(told) == 2 and str(error) in told[0].message
     assert ("Traceback" in caplog.text) == isinstance(error, KeyError), "only of a bug"
-
-
-def test_why_a_process_cannot_serve_is_said_once(caplog):
-    """As the server starts, by the error that it ends with; later in the log."""
-    supervisor = Sleeper(0.0)
-    supervisor.lost = lambda: setattr(supervisor, "failure", FULL)
-    supervisor.start()
-    eventually(lambda: len(supervisor.codes) >= 2 and caplog.messages)
-    supervisor.stop()
-    assert len(caplog.messages) < len(supervisor.codes)
-    assert all("no room" in message for message in caplog.messages)
 
 
 class TestQuestions:
@@ -562,13 +531,6 @@ class TestLoads:
         supervisor.ended(-signal.SIGKILL)
         assert all(load.done() for load in loads)
 
-    def test_an_upload_in_this_process_needs_no_questions(self):
-        store = DatasetStore(Limits(), QuotaTable.create(1))
-        own = DATA.layout, DATA.content_id, "tenant", 1 << 30
-        with Upload(store, SegmentPool(0), *own) as upload:
-            upload.add(DATA.matrix.data.cast("B"))
-            assert upload.commit().layout == DATA.layout
-
 
 def test_a_process_that_a_signal_has_stopped_is_known_as_such():
     process = subprocess.Popen(["sleep", "60"])
@@ -585,3 +547,48 @@ def test_a_process_that_a_signal_has_stopped_is_known_as_such():
         process.wait()
     assert not is_stopped(supervisor)
     assert not is_stopped(SimpleNamespace(process_id=None))
+
+
+# -------------------------------------------------------------------------------- the first engines
+
+
+def test_engines_that_no_supervisor_takes_are_ended_with_all_that_was_made(tmp_path):
+    config = Config(port=0, devices="cpu:2", threads=1, cache_dir=str(tmp_path))
+    with prepare(config) as prepared:
+        assert [device.label for device in prepared.config.engines] == ["cpu:0", "cpu:1"]
+        assert sorted(prepared.engines) == [0, 1]
+        assert Path(prepared.directory).is_dir()
+        processes = [engine.process for engine in prepared.engines.values()]
+        assert all(process.poll() is None for process in processes)
+        taken = prepared.engines.pop(1)
+    assert processes[0].returncode is not None
+    assert not Path(prepared.directory).exists()
+    assert taken.process.poll() is None
+    taken.end.close()
+    taken.process.kill()
+    taken.process.wait()
+
+
+def test_an_engine_that_cannot_be_started_leaves_nothing_open(monkeypatch, tmp_path):
+    ends = []
+    pair = engine_start.socket_pair
+
+    def socket_pair():
+        ends.extend(pair())
+        return tuple(ends)
+
+    def popen(*_, **__):
+        raise OSError("no memory")
+
+    monkeypatch.setattr(engine_start, "socket_pair", socket_pair)
+    monkeypatch.setattr(engine_start.subprocess, "Popen", popen)
+    with pytest.raises(OSError, match="no memory"):
+        engine_start.start_engine(Config(devices="cpu", cache_dir=str(tmp_path)), 0)
+    assert [end.fileno() for end in ends] == [-1, -1]
+
+
+def test_settings_are_checked_before_an_engine_starts(monkeypatch, tmp_path):
+    monkeypatch.setattr(engine_start, "start_engine", lambda *_: pytest.fail("it was started"))
+    config = Config(devices="cpu", device_memory=1 << 30, cache_dir=str(tmp_path))
+    with pytest.raises(InvalidArgumentError, match="--device-memory"), prepare(config):
+        pass

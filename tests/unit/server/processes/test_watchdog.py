@@ -7,11 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError, UnavailableError
-from warpfit.transport.connection import target_of
 from warpfit_server.config import Config
 from warpfit_server.processes.engine_start import UNRELATED_CAUSES
 from warpfit_server.processes.watchdog import EngineWatch, Readiness, Watchdog
-from warpfit_server.server import Server
 
 
 class Watched:
@@ -84,14 +82,6 @@ def test_time_in_which_this_process_was_stopped_does_not_count(kind):
     assert len(watched.replaced) == 1
 
 
-def test_an_engine_that_takes_too_long_to_start_is_replaced():
-    watched = Watched(starting_since=100.0)
-    watched.watchdog.look(699.0)
-    assert not watched.replaced
-    watched.watchdog.look(701.0)
-    assert watched.replaced == {"slow_start"}
-
-
 def test_a_wrong_answer_replaces_the_engine():
     watched = Watched()
     watched.probe(False)
@@ -119,15 +109,6 @@ def test_an_engine_answers_from_its_first_answer_after_one_that_was_late_or_fail
     assert began <= watched.watchdog.answering_since <= time.monotonic()
     watched.probe(UnavailableError("the engine is restarting"))
     assert watched.watchdog.answering_since == math.inf
-
-
-def test_readiness_comes_back_with_the_next_answer():
-    watched = Watched()
-    watched.probe(UnavailableError("the engine is restarting"))
-    assert not watched.health.serving
-    watched.probe(True)
-    assert watched.health.serving
-    assert not watched.replaced
 
 
 def test_an_engine_on_which_all_probes_fail_for_long_is_replaced():
@@ -229,18 +210,3 @@ def test_changes_of_readiness_are_reported_once_and_draining_is_final():
     readiness.drain()
     readiness.set_device("cpu:1", True)
     assert reported[4:] == [[]]
-
-
-@pytest.mark.parametrize(
-    ("host", "address"), [("127.0.0.1", "127.0.0.1:7"), ("::1", "[::1]:7"), ("node", "node:7")]
-)
-def test_the_start_up_line_gives_an_address_that_clients_accept(host, address):
-    config = Config(host=host)
-    engines = SimpleNamespace(devices=lambda serving: (), engine="cpu")
-    watchdog = SimpleNamespace(readiness=Readiness())
-    server = SimpleNamespace(
-        config=config, port=7, engines=engines, watchdog=watchdog, _ports={"health": "node:8"}
-    )
-    line = Server.describe(server)
-    assert line.startswith(f"warpfit listening on {address} engine=cpu")
-    assert "health=node:8" in line and target_of(address).find()

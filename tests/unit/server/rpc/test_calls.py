@@ -22,7 +22,7 @@ from warpfit_server.ipc.quarantine import KnownSuspects
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.observability.records import Observer, Recorder
 from warpfit_server.rpc import calls
-from warpfit_server.rpc.calls import CallHandlers, Method, OpenCalls
+from warpfit_server.rpc.calls import CallHandlers, Method
 from warpfit_server.rpc.port import make_server
 from warpfit_server.rpc.servicer import Servicer
 from warpfit_server.tenancy.admission import Admission
@@ -149,15 +149,6 @@ class TestAdmission:
         eventually(lambda: not open_calls._counts)
         assert outcome(front_end.call(b"x", token=tokens["greedy"]))[0] == "OK"
         assert front_end.quotas.in_flight() == Amounts()
-
-    def test_each_tenant_leaves_as_many_open_calls_free_as_it_has(self):
-        shared, alone = OpenCalls(8, is_shared=True), OpenCalls(8, is_shared=False)
-        assert sum(shared.enter("a") for _ in range(9)) == 4
-        assert sum(shared.enter("b") for _ in range(9)) == 2
-        assert sum(alone.enter("a") for _ in range(9)) == 8
-        for _ in range(4):
-            shared.leave("a")
-        assert sum(shared.enter("c") for _ in range(9)) == 3
 
     def test_a_cancelled_call_leaves_its_slot_at_once_and_its_memory_at_its_end(self, start):
         gate = Gate()
@@ -356,35 +347,6 @@ class TestTurns:
         assert outcome(front_end.call(b"x"))[0] == "OK"
         assert not turns._used_until
 
-    def test_threads_that_are_refused_again_and_again_are_charged_for_their_own_time(
-        self, start, monkeypatch
-    ):
-        """The charges of all requests are no more than the process has computed meanwhile."""
-
-        def behaviour(message, context):
-            time.sleep(0.02)
-            return b""
-            yield
-
-        monkeypatch.setattr(calls, "_FREE_SECONDS", 0.0)
-        front_end, charged = start(behaviour, max_requests=16), []
-        turns = front_end.calls.turns
-        monkeypatch.setattr(turns, "charge", lambda tenant, seconds, _: charged.append(seconds))
-        codes = []
-
-        def send():
-            codes.extend(outcome(front_end.call(b"long"))[0] for _ in range(15))
-
-        began = time.process_time()
-        threads = [threading.Thread(target=send) for _ in range(28)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        eventually(lambda: sum(front_end.ended().values()) == len(codes))
-        assert codes.count("RESOURCE_EXHAUSTED") > 50
-        assert sum(charged) <= time.process_time() - began
-
 
 class TestMessages:
     @pytest.mark.parametrize(
@@ -433,23 +395,6 @@ class TestMessages:
 
 
 class TestAnswers:
-    def test_a_client_that_has_gone_is_sent_no_more(self, start):
-        made, closed = [], threading.Event()
-
-        def behaviour(message, context):
-            try:
-                for number in range(500):
-                    made.append(number)
-                    yield bytes(1 << 20)
-            finally:
-                closed.set()
-
-        call = start(behaviour).call(b"x")
-        next(call)
-        call.cancel()
-        assert closed.wait(10)
-        assert len(made) < 500
-
     def test_an_unexpected_error_tells_clients_nothing(self, start):
         def behaviour(message, context):
             raise RuntimeError("secret")
@@ -484,22 +429,6 @@ class TestAnswers:
             eventually(lambda: payloads[0]() is None)
         finally:
             gc.enable()
-
-
-def test_a_call_polls_only_where_it_is_alone_and_cores_are_idle(monkeypatch):
-    monkeypatch.setattr("warpfit_server.rpc.calls.available_cores", lambda: 16)
-    quotas = QuotaTable.create(2)
-    calls = CallHandlers(Config(), quotas)
-    polls = []
-    for _ in range(4):
-        polls.append(calls.may_poll())
-        quotas.acquire("a", Amounts(calls=1), Amounts(9, 0, 0), Amounts(9, 0, 0))
-    assert polls == [True, True, True, False]
-    quotas.release("a", Amounts(calls=4))
-    for expected in (True, False):  # another call of this process needs Python's lock
-        assert calls.open_calls.enter("a")
-        assert calls.may_poll() == expected
-    quotas.close()
 
 
 class TestDecoding:
@@ -603,16 +532,6 @@ class TestSeveralRequests:
         eventually(lambda: front_end.calls.waiting)
         assert outcome(front_end.call(b"2", silent=True)) == ("OK", [b"2"])
         assert outcome(first) == ("CANCELLED", [])
-
-    def test_calls_that_wait_end_when_the_server_stops_and_none_begins_to(self, start):
-        front_end = start(echo)
-        waiting = front_end.call(b"1", silent=True)
-        assert next(waiting) == b"1"
-        eventually(lambda: front_end.calls.waiting)
-        front_end.calls.drain()
-        assert outcome(waiting) == ("CANCELLED", [])
-        assert outcome(front_end.call(b"2", silent=True)) == ("OK", [b"2"])
-        eventually(lambda: front_end.quotas.in_flight() == Amounts(0, 0, 0))
 
 
 class TestObservation:

@@ -1,18 +1,33 @@
-"""Health checks, and certificates."""
+"""Health checks, exposed addresses, threads of a port, and statuses of errors."""
+
+from __future__ import annotations
 
 import threading
 import time
 from contextlib import ExitStack
+from unittest.mock import Mock
+from urllib.parse import quote
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
 
 from support.servers.health import check
 from support.servers.network import RawConnection
-from warpfit.errors import InvalidArgumentError
+from warpfit.codec import ERROR_METADATA_KEY
+from warpfit.errors import (
+    CancelledError,
+    InvalidArgumentError,
+    ProgramError,
+    ResourceExhaustedError,
+)
 from warpfit_server.config import Config
-from warpfit_server.rpc.health import LIVENESS, READINESS, Health, HealthPort, _CallLimit
+from warpfit_server.rpc import port
+from warpfit_server.rpc.calls import fail_call
+from warpfit_server.rpc.health import LIVENESS, READINESS, Health, HealthPort
+from warpfit_server.rpc.port import CallThreads
 from warpfit_server.system.sockets import reserve_port
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
@@ -97,45 +112,11 @@ def test_a_client_that_does_not_read_delays_nobody(health, address, stub):
         heard.cancel()
 
 
-def test_the_address_with_most_calls_makes_room():
-    class Context:
-        def __init__(self, address):
-            self.cancelled, self._address = False, address
-
-        def peer(self):
-            return f"ipv4:{self._address}:1"
-
-        def cancel(self):
-            self.cancelled = True
-
-    calls = _CallLimit(3)
-    greedy = [Context("1.1.1.1") for _ in range(4)]
-    assert [calls.enter(call) for call in greedy] == [True, True, True, False]
-    modest = [Context("2.2.2.2"), Context("3.3.3.3"), Context("2.2.2.2")]
-    assert [calls.enter(call) for call in modest] == [True, True, False]
-    assert [call.cancelled for call in greedy] == [True, True, False, False]
-    for call in (*greedy, *modest):
-        calls.leave(call)
-    assert [calls.enter(call) for call in greedy] == [True, True, True, False]
-
-
-def test_draining_is_final(health):
-    health.set_serving(frozenset(["cpu:0"]))
-    health.drain()
-    health.set_serving(frozenset(["cpu:1"]))
-    assert not health.ready
-
-
 # ------------------------------------------------------------------------------------- certificates
 
 
 TENANTS = {"token_file": "tokens"}
 PUBLIC = {"metrics_port": "0.0.0.0:9464"}
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
-def test_loopback_addresses_need_no_tls(host):
-    Config(host=host).check_exposure()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
@@ -178,9 +159,136 @@ def test_metrics_that_name_tenants_need_consent_on_a_network(settings):
     Config(**settings, expose_tenants=True).check_exposure()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [TENANTS, PUBLIC, TENANTS | {"metrics_port": "127.0.0.1:9464"}],
-)
-def test_other_metrics_need_no_consent(settings):
-    Config(**settings).check_exposure()
+# -------------------------------------------------------------------------------- threads of a port
+
+
+def count(name):
+    return sum(thread.name.startswith(name) for thread in threading.enumerate())
+
+
+def test_there_are_no_more_threads_than_calls_at_a_time(monkeypatch):
+    """However often callers come, and in whatever moment; idle threads end after a while."""
+    monkeypatch.setattr(port, "_IDLE_SECONDS", 0.5)
+    threads, callers, seen = CallThreads(100, "served"), 3, []
+
+    def call():
+        for number in range(1_000):
+            assert threads.submit(pow, number, exp=2).result(10) == number**2
+        seen.append(count("served"))
+
+    running = [threading.Thread(target=call) for _ in range(callers)]
+    for each in running:
+        each.start()
+    for each in running:
+        each.join()
+    # The thread of a call may not be idle yet when the caller sends the next one.
+    assert max(seen) <= 2 * callers
+    end = time.monotonic() + 20
+    while count("served") and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not count("served")
+    assert threads.submit(abs, -1).result(10) == 1
+
+
+def test_calls_wait_where_all_threads_are_busy_or_the_system_has_no_more(monkeypatch, caplog):
+    threads, go = CallThreads(2, "busy"), threading.Event()
+    waiting = [threads.submit(go.wait, 10) for _ in range(2)]
+    later = [threads.submit(abs, number) for number in range(3)]
+    assert count("busy") == 2
+    assert not any(future.done() for future in later)
+    go.set()
+    assert [future.result(10) for future in later] == [0, 1, 2]
+    assert all(future.result(10) for future in waiting)
+    with pytest.raises(ZeroDivisionError):
+        threads.submit(divmod, 1, 0).result(10)
+
+    few, go = CallThreads(2, "few"), threading.Event()
+    first = few.submit(go.wait, 10)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    second = few.submit(abs, -2)
+    go.set()
+    assert first.result(10)
+    assert second.result(10) == 2
+    assert "no new thread for calls" in caplog.text
+
+
+# ------------------------------------------------------------------------------- statuses of errors
+
+
+def sent_status(error):
+    """Return the status that a failed call is sent, serialized."""
+    context = Mock()
+    context.code.return_value = None
+    fail_call(context, error, (("x-request-id", "1"),))
+    (metadata,) = context.set_trailing_metadata.call_args.args
+    assert [key for key, _ in metadata] == ["x-request-id", ERROR_METADATA_KEY]
+    return metadata[1][1]
+
+
+class FailedCall:
+    """A failed call as `grpc_status` wants it."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def code(self):
+        return grpc.StatusCode[self._error.status]
+
+    def details(self):
+        return str(self._error)
+
+    def trailing_metadata(self):
+        return ((ERROR_METADATA_KEY, sent_status(self._error)),)
+
+
+def unpack(error, kind):
+    """Return the detail of a kind that the status of an error has, or None."""
+    status = rpc_status.from_call(FailedCall(error))
+    for detail in status.details:
+        if detail.Is(kind.DESCRIPTOR):
+            message = kind()
+            detail.Unpack(message)
+            return message
+    return None
+
+
+def test_a_wrong_token_is_a_field_violation_with_its_place():
+    error = ProgramError("what", "STACK_UNDERFLOW", "mend", "programs", 3, 4)
+    violation = unpack(error, error_details_pb2.BadRequest).field_violations[0]
+    assert (violation.field, violation.description) == ("programs[3].tokens[4]", "what")
+    info = unpack(error, error_details_pb2.ErrorInfo)
+    assert (info.reason, info.domain) == ("STACK_UNDERFLOW", "warpfit")
+    assert (info.metadata["remedy"], info.metadata["token"]) == ("mend", "4")
+
+
+def test_an_exceeded_limit_is_a_quota_failure_with_a_retry_delay():
+    error = ResourceExhaustedError("what", "QUEUE_FULL", needed=5, available=3, retry_after=1.5)
+    delay = unpack(error, error_details_pb2.RetryInfo).retry_delay
+    assert delay.ToNanoseconds() == 1_500_000_000
+    assert unpack(error, error_details_pb2.QuotaFailure).violations[0].subject == "QUEUE_FULL"
+    assert unpack(error, error_details_pb2.ErrorInfo).metadata["needed"] == "5"
+    assert unpack(error, error_details_pb2.BadRequest) is None
+
+
+@pytest.mark.parametrize("character", ["x", "\u20ac", "\n"])
+def test_an_error_that_quotes_much_fits_the_metadata_of_a_call(character):
+    much = character * 100_000
+    error = InvalidArgumentError(much, much, much, much, 1 << 70, 1 << 70, 1 << 70, 1 << 70)
+    printable = "".join(chr(c) for c in range(32, 127) if chr(c) != "%")
+    message = quote(str(error), safe=printable)  # as gRPC encodes the message of a status
+    encoded = 4 * -(-len(sent_status(error)) // 3)
+    assert len(message) + encoded < 7_500
+    assert error.message.endswith("...")
+
+
+@pytest.mark.parametrize(("remaining", "status"), [(0.0, "DEADLINE_EXCEEDED"), (1.0, "CANCELLED")])
+def test_a_call_whose_deadline_has_passed_is_not_called_cancelled(remaining, status):
+    context = Mock()
+    context.code.return_value = None
+    context.time_remaining.return_value = remaining
+    fail_call(context, CancelledError("the call has ended", "CANCELLED"), ())
+    context.set_code.assert_called_once_with(grpc.StatusCode[status])

@@ -156,33 +156,7 @@ def test_a_temporary_copy_replaces_an_unwritable_directory(cache, unwritable, ca
     assert f"{cache} cannot be used: Read-only file system" in caplog.text
 
 
-def test_without_room_for_a_copy_the_cache_is_read_in_place(cache, tmp_path, unwritable, caplog):
-    unwritable[cache] = unwritable[tmp_path] = "No space left on device"
-    with usable_cache_directory(cache, within=str(tmp_path)) as place:
-        assert place == cache
-    assert len(caplog.records) == 1
-
-
 # --------------------------------------------------------------------------------------- files
-
-
-def test_content_that_was_written_is_read_and_private(tmp_path, group_writable_umask):
-    path = tmp_path / "new" / "inner" / "code"
-    assert compile_cache.write(path, CODE) == path.stat().st_size
-    assert compile_cache.read(path) == compile_cache.find(path) == CODE
-    for made in (path, path.parent, path.parent.parent):
-        assert made.stat().st_mode & 0o077 == 0
-
-
-@pytest.mark.parametrize("change", [lambda b: b"", lambda b: b[:-1], lambda b: b[:-1] + b"x"])
-def test_a_damaged_file_is_not_used(tmp_path, change, caplog):
-    path = tmp_path / "code"
-    compile_cache.write(path, CODE)
-    path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(compile_cache.DamagedFileError, match="damaged"):
-        compile_cache.read(path)
-    assert compile_cache.find(path) is None
-    assert caplog.text.count(str(path)) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from support.servers.server import write_secret
 from warpfit.errors import InvalidArgumentError, UnauthenticatedError
 from warpfit.transport.connection import new_token, token_digest
 from warpfit_server.system import file_watcher
-from warpfit_server.tenancy.tenants import ANONYMOUS, Authenticator, TokenFile
+from warpfit_server.tenancy.tenants import Authenticator, TokenFile
 
 
 class TestTokens:
@@ -38,50 +38,11 @@ class TestTokens:
         tokens._tokens._next = 0.0
         assert (tokens.tenant(token), tokens.tenant(other)) == ("a", "b")
 
-    def test_a_file_that_changes_while_it_is_read_is_read_again(self, tmp_path):
-        token, line = new_token("a")
-        path = self._file(tmp_path, line)
-        tokens = TokenFile(path)
-        read = tokens._tokens._read_files
-
-        def truncated():
-            path.write_text("")
-            try:
-                return read()
-            finally:
-                path.write_text(line)
-
-        path.write_text(f"{line}\n# changed")
-        tokens._tokens._next, tokens._tokens._read_files = 0.0, truncated
-        assert tokens.tenant(token) == "a"
-
-    def test_a_file_that_stays_empty_withdraws_all_tokens(self, tmp_path):
-        token, line = new_token("a")
-        path = self._file(tmp_path, line)
-        tokens = TokenFile(path)
-        path.write_text("")
-        tokens._tokens._next = 0.0
-        with pytest.raises(UnauthenticatedError):
-            tokens.tenant(token)
-
     @pytest.mark.parametrize("text", ["", "# no token yet\n"])
     def test_a_server_does_not_start_with_a_file_without_tokens(self, tmp_path, text):
         with pytest.raises(InvalidArgumentError, match="has no token") as caught:
             TokenFile(self._file(tmp_path, text))
         assert caught.value.reason == "BAD_TOKEN_FILE"
-
-    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-    def test_a_file_of_another_user_is_refused(self, tmp_path):
-        path = self._file(tmp_path, new_token("alice")[1])
-        os.chown(path, 12345, 0)
-        with pytest.raises(InvalidArgumentError, match="12345") as caught:
-            TokenFile(path)
-        assert caught.value.reason == "FILE_NOT_SECRET"
-
-    def test_a_line_holds_the_digest_of_a_token_only(self):
-        token, line = new_token("alice", days=30)
-        assert token not in line
-        assert token_digest(token).hex() in line
 
     @pytest.mark.parametrize("until", ["2020-01-01", "2020-01-01T00:00:00+02:00", None])
     def test_a_token_expires_even_if_it_was_used_before(self, tmp_path, until):
@@ -160,11 +121,16 @@ class TestTokens:
             look()
         assert tokens.tenant(other) == "b"
 
-    @pytest.mark.parametrize("mode", [0o644, 0o604, 0o602, 0o620])
+    @pytest.mark.parametrize("mode", [0o644, 0o604, 0o602, 0o620, "another user's"])
     def test_a_file_that_others_may_read_or_its_group_may_write_is_refused(self, tmp_path, mode):
         path = self._file(tmp_path, new_token("alice")[1])
-        path.chmod(mode)
-        with pytest.raises(InvalidArgumentError, match="chmod 600") as caught:
+        if isinstance(mode, int):
+            path.chmod(mode)
+        elif os.geteuid() == 0:
+            os.chown(path, 12345, 0)
+        else:
+            pytest.skip("only root can give files away")
+        with pytest.raises(InvalidArgumentError, match=r"chmod 600|12345") as caught:
             TokenFile(path)
         assert caught.value.reason == "FILE_NOT_SECRET"
 
@@ -173,18 +139,6 @@ class TestTokens:
         path = self._file(tmp_path, new_token("alice")[1])
         path.chmod(mode)
         TokenFile(path)
-
-    def test_a_changed_file_that_others_may_read_leaves_the_old_tokens_valid(
-        self, tmp_path, caplog
-    ):
-        made = [new_token("a"), new_token("b")]
-        path = self._file(tmp_path, made[0][1])
-        tokens = TokenFile(path)
-        path.write_text(made[1][1])
-        path.chmod(0o666)
-        tokens._tokens._next = 0.0  # it looks again
-        assert tokens.tenant(made[0][0]) == "a"
-        assert "chmod 600" in caplog.text
 
     def test_a_token_whose_line_was_removed_is_refused(self, tmp_path):
         made = [new_token("a"), new_token("b", days=1)]
@@ -198,6 +152,10 @@ class TestTokens:
         assert tokens.tenant(made[1][0]) == "b"
         with pytest.raises(UnauthenticatedError):
             tokens.tenant(made[0][0])
+        path.write_text("")
+        tokens._tokens._next = 0.0
+        with pytest.raises(UnauthenticatedError):
+            tokens.tenant(made[1][0])
 
 
 class Context:
@@ -214,10 +172,6 @@ class Context:
 
 
 class TestAuthenticator:
-    def test_a_server_without_credentials_has_one_tenant(self):
-        authenticator = Authenticator(None, certificates=False)
-        assert authenticator.authenticate(Context(), {}) == ANONYMOUS
-
     def test_the_common_name_of_a_certificate_is_the_tenant(self):
         authenticator = Authenticator(None, certificates=True)
         assert authenticator.authenticate(Context(names=[b"alice"]), {}) == "alice"

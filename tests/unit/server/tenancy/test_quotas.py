@@ -1,18 +1,36 @@
-"""Quotas, and the limits of tenants."""
+"""Quotas and limits of tenants, their turns, and the admission of their calls."""
 
 import os
+import sys
 import threading
-from dataclasses import fields
+import time
+from collections import Counter
+from contextlib import ExitStack, nullcontext
+from dataclasses import fields, replace
 from multiprocessing import get_context
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warpfit.errors import InvalidArgumentError, PermissionDeniedError
+from warpfit.dataset import Layout
+from warpfit.errors import (
+    CancelledError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+)
+from warpfit.fitting import FitRequest, FitSettings
+from warpfit.ir import Batch
+from warpfit.parse import parse
+from warpfit.request import Evaluation, Loss
 from warpfit.server_info import Limits
+from warpfit_server.config import Config
 from warpfit_server.system import file_watcher
+from warpfit_server.tenancy import admission as module
 from warpfit_server.tenancy import quotas
+from warpfit_server.tenancy.admission import Admission, CallCost, CallCostModel, TenantTurns
 from warpfit_server.tenancy.quotas import Amounts, QuotaTable
 from warpfit_server.tenancy.tenants import ANONYMOUS, BOUNDED, TenantLimits, key_of
 
@@ -80,13 +98,6 @@ class TestAmounts:
         assert {table.in_flight(tenant) for tenant in (None, *tenants)} == {Amounts()}
         table.close()
 
-    def test_a_refused_amount_is_subtracted_again(self, pair):
-        little = Amounts(1, 10, 10)
-        pair[0].acquire("a", little, ENOUGH, ENOUGH)
-        exceeded = pair[1].acquire("a", Amounts(1, 1, 1), Amounts(5, 5, 5), ENOUGH)
-        assert (exceeded.quantity, exceeded.used, exceeded.limit) == ("nbytes", 10, 5)
-        assert pair[0].in_flight("a") == pair[0].in_flight() == little
-
     def test_processes_and_threads_lose_no_count(self):
         table = QuotaTable.create(3)
         context = get_context("fork")
@@ -128,10 +139,6 @@ class TestRates:
         assert pair[1].count_call("a", now + 0.1, 10.0) == 0.0
         assert pair[1].count_call("b", now, 10.0) == 0.0
 
-    def test_a_rate_below_one_a_second_allows_no_burst(self, pair):
-        assert pair[0].count_call("c", 50.0, 0.25) == 0.0
-        assert pair[0].count_call("c", 50.0, 0.25) == pytest.approx(4.0)
-
     def test_refused_calls_are_asked_back_one_after_the_other(self, pair):
         now = 1000.0
         delays = [pair[turn % 2].count_call("a", now, 10.0) for turn in range(40)][10:]
@@ -140,11 +147,6 @@ class TestRates:
         rounded = [round(delay, 6) for delay in delays]
         assert max(map(rounded.count, rounded)) <= 3, "not all retry at the same moment"
         assert pair[0].count_call("b", now, 10.0) == 0
-
-    def test_retry_delays_begin_anew_after_a_second(self, pair):
-        delays = [pair[turn % 2].retry_delay(50.0, 0.2, 0.3) for turn in range(6)]
-        assert delays == pytest.approx([0.2, 0.5, 0.8, 1.1, 0.2, 0.5])
-        assert pair[0].retry_delay(60.0, 0.2, 0.3) == pytest.approx(0.2)
 
     @given(st.floats(0.1, 1e4), st.lists(st.floats(0, 2), min_size=1, max_size=60))
     def test_no_more_calls_than_the_rate_allows(self, rate, gaps):
@@ -241,3 +243,286 @@ def test_a_changed_file_is_read_again_unless_it_is_wrong(tenants, tmp_path, monk
 def test_keys_of_tenants_differ(one, other, content_id):
     assert (key_of(one, content_id) == key_of(other, content_id)) == (one == other)
     assert len(key_of(one, content_id)) == 32
+
+
+# -------------------------------------------------------------------------------------------- turns
+
+
+TENANTS = ("greedy", "greedy", "modest", "third")
+
+
+@pytest.fixture
+def many_switches():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_every_thread_gets_in_and_never_too_many_at_once(many_switches):
+    shared, inside, most = TenantTurns(), Counter(), Counter()
+    counting = threading.Lock()
+
+    def call(tenant):
+        for _ in range(50):
+            shared.acquire(tenant)
+            with counting:
+                inside[tenant] += 1
+                most[tenant] = max(most[tenant], inside[tenant])
+            time.sleep(0)
+            with counting:
+                inside[tenant] -= 1
+            shared.release(tenant)
+
+    threads = [threading.Thread(target=call, args=(TENANTS[n % 4],)) for n in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert most["greedy"] <= module._MOST
+    assert (shared._inside, shared._waiting) == (Counter(), {})
+
+
+def test_threads_of_a_tenant_are_let_in_in_order_of_arrival():
+    shared, order = TenantTurns(), []
+    for _ in range(module._MOST):
+        shared.acquire("greedy")
+    shared.acquire("modest")  # waits for nobody
+
+    def call(number):
+        shared.acquire("greedy")
+        order.append(number)
+        shared.release("greedy")
+
+    threads = []
+    for number in range(4):
+        threads.append(threading.Thread(target=call, args=(number,)))
+        threads[-1].start()
+        while len(shared._waiting.get("greedy", ())) < number + 1:
+            time.sleep(0.001)
+    shared.release("greedy")
+    for thread in threads:
+        thread.join(10)
+    assert order == [0, 1, 2, 3]
+
+
+def test_a_tenant_that_has_used_more_than_its_share_rests_while_another_one_calls():
+    shared = TenantTurns()
+
+    def seconds(tenant):
+        began = time.monotonic()
+        shared.acquire(tenant)
+        shared.release(tenant)
+        return time.monotonic() - began
+
+    shared.charge("greedy", 0.1)
+    assert min(seconds("greedy") for _ in range(3)) < 0.1, "it is alone"
+    assert min(seconds("modest") for _ in range(3)) < 0.1
+    assert seconds("greedy") > 0.1
+    with pytest.raises(CancelledError):
+        shared.acquire("greedy", _end)
+    assert (shared._inside, shared._waiting) == ({}, {})
+    time.sleep(module._CALLING_SECONDS)
+    assert min(seconds("greedy") for _ in range(3)) < 0.1, "it is alone again"
+
+
+def test_threads_that_rest_go_on_one_by_one():
+    shared = TenantTurns()
+    shared.charge("greedy", 0.03)
+    shared.acquire("modest")
+    began = time.monotonic()
+    assert [shared.rest("greedy") for _ in range(2)] == [0.03, 0.03]
+    assert time.monotonic() - began > 0.1, "what the first one will take is charged already"
+    for _ in range(2):
+        shared.charge("greedy", 0.0, 0.03)  # they have taken less
+    assert shared.rest("greedy") == 0.0
+
+
+def test_what_a_tenant_has_used_is_forgiven_in_time():
+    shared = TenantTurns()
+    for _ in range(3):
+        shared.charge("greedy", 1000.0)
+    shared.acquire("modest")
+    assert shared._used_until["greedy"] <= time.monotonic() + module._LONGEST_REST
+    expected = shared.rest("greedy")
+    assert expected / module._SHARE <= module._LONGEST_REST, "the next thread rests no longer"
+    assert shared._used_until["greedy"] <= time.monotonic() + module._LONGEST_REST
+
+
+def _end():
+    raise CancelledError("the call has ended", "CANCELLED")
+
+
+# ---------------------------------------------------------------------------------------- admission
+
+
+PROBLEM = Evaluation(bytes(32), Batch.of([parse("p1*x1")], [[0.5]]), loss=Loss.MSE, values=False)
+
+
+def make_admission(*, shared=False, **settings):
+    config = replace(Config(), **settings)
+    tenants = TenantLimits(config.limits(), None, shared=shared)
+    return Admission(config, tenants, QuotaTable.create(1))
+
+
+def enter(admission, tenant):
+    """Count a request whose message of one byte has arrived."""
+    admission.enter(tenant, admission.limits(tenant), 1, 0)
+
+
+def reserve(admission, rows=1, tenant="a"):
+    layout = Layout(np.dtype("<f4"), 1, rows, has_target=True)
+    cost = CallCost.of_evaluation(PROBLEM, layout)
+    return admission.reserved(tenant, 1, nanoseconds=admission.costs.estimate(cost))
+
+
+def count(take, admission, tenant):
+    """Return how many a tenant can take before it is refused."""
+    for number in range(1000):
+        try:
+            take(admission, tenant)
+        except ResourceExhaustedError:
+            return number
+    raise AssertionError("nothing is refused")
+
+
+class TestPlaces:
+    def test_a_call_without_a_place_is_refused_until_another_leaves(self):
+        admission = make_admission(max_requests=1)
+        enter(admission, "a")
+        with pytest.raises(ResourceExhaustedError) as caught:
+            enter(admission, "b")
+        assert caught.value.reason == "TOO_MANY_REQUESTS"
+        assert caught.value.retry_after > 0
+        assert "--max-requests" in caught.value.remedy
+        assert (caught.value.needed, caught.value.available) == (1, 1)
+        admission.leave("a", 1, 1)
+        enter(admission, "b")
+        assert admission.quotas.in_flight() == Amounts(1, 1)
+
+    @pytest.mark.parametrize(
+        "take", [enter, lambda admission, tenant: admission.await_message(tenant)]
+    )
+    def test_tenants_that_take_all_they_can_leave_some_to_others(self, take):
+        """Calls in flight and messages that have not arrived, 64 each."""
+        settings = {"max_requests": 64, "max_pending_bytes": 4 << 30}  # of 64 messages of 64 MiB
+        admission = make_admission(shared=True, **settings)
+        assert [count(take, admission, tenant) for tenant in "abcd"] == [32, 16, 8, 4]
+        for _ in range(24):
+            admission.leave("a", 1, admission.message_bytes)
+        assert count(take, admission, "e") == 14, "half of what the others leave"
+        assert count(take, make_admission(**settings), "a") == 64
+        few = make_admission(shared=True, max_requests=2, max_pending_bytes=8 << 20)
+        assert [count(take, few, tenant) for tenant in "ab"] == [1, 1], "one call in any case"
+
+    def test_a_message_counts_as_the_longest_until_its_length_is_known(self):
+        admission = make_admission(max_pending_bytes=12 << 20)
+        for _ in range(3):
+            admission.await_message("a")
+        with pytest.raises(ResourceExhaustedError) as caught:
+            admission.await_message("b")
+        assert (caught.value.reason, caught.value.retry_after > 0) == ("QUEUE_FULL", True)
+        assert "--max-pending-bytes" in caught.value.remedy
+        admission.enter("a", admission.limits("a"), 100, admission.message_bytes)
+        assert admission.quotas.in_flight("a") == Amounts(1, (8 << 20) + 100, 0)
+        with pytest.raises(ResourceExhaustedError):
+            admission.await_message("b")
+        admission.leave("a", 1, 100)
+        admission.await_message("b")
+
+    def test_a_refusal_does_not_tell_what_other_tenants_have_in_flight(self):
+        admission = make_admission(max_requests=7)
+        for _ in range(7):
+            enter(admission, "a")
+        with pytest.raises(ResourceExhaustedError) as caught:
+            admission.enter("b", replace(admission.limits("b"), requests=8), 1, 0)
+        assert caught.value.needed == 1
+        assert str(caught.value).count("7") == 1, "the limit alone"
+        shared = make_admission(shared=True, max_requests=64)
+        count(enter, shared, "a")
+        for _ in range(16):
+            enter(shared, "b")
+        with pytest.raises(ResourceExhaustedError, match="the limit of the server is 64"):
+            enter(shared, "b")
+
+    def test_refused_calls_retry_at_different_moments(self):
+        admission = make_admission(max_requests=2)
+        with ExitStack() as held:
+            for _ in range(2):
+                enter(admission, "a")
+                held.enter_context(reserve(admission, rows=10**8))  # 0.03 s each
+            moments = []
+            for _ in range(8):
+                with pytest.raises(ResourceExhaustedError) as caught:
+                    enter(admission, "b")
+                moments.append(caught.value.retry_after)
+        assert np.diff(sorted(moments)).min() > 0.02
+        assert max(moments) < 2
+
+
+class TestQueue:
+    def test_the_queue_of_one_tenant_keeps_no_other_out(self):
+        admission = make_admission(max_queue_seconds=1.0)
+        with ExitStack() as held:
+            for _ in range(2):  # each takes hours, and counts as half of the queue
+                held.enter_context(reserve(admission, rows=10**14))
+            assert admission.quotas.in_flight("a").engine_ns == 10**9
+            with pytest.raises(ResourceExhaustedError, match="of this tenant"):
+                held.enter_context(reserve(admission, rows=10**6))
+            for _ in range(2):
+                held.enter_context(reserve(admission, rows=10**14, tenant="b"))
+
+    @pytest.mark.parametrize("shared", [True, False])
+    def test_a_call_may_fill_the_memory_only_where_nobody_else_wants_it(self, shared):
+        admission = make_admission(shared=shared, max_pending_bytes=100)
+        if shared:
+            with (
+                pytest.raises(ResourceExhaustedError) as caught,
+                admission.reserved("a", 70, message=6),
+            ):
+                pass
+            assert (caught.value.reason, caught.value.retry_after) == ("RESULT_TOO_LARGE", None)
+            assert (caught.value.needed, caught.value.available) == (76, 50)
+        too_many = pytest.raises(ResourceExhaustedError, match="too many")
+        with (
+            admission.reserved("a", 45 if shared else 200, message=5),
+            nullcontext() if shared else too_many,
+            admission.reserved("b", 20, message=5),
+        ):
+            pass
+
+    def test_a_call_that_fails_gives_its_reservation_back(self):
+        admission = make_admission()
+        with pytest.raises(ValueError, match="x"), admission.reserved("a", 1):
+            assert admission.quotas.in_flight().nbytes == 1
+            raise ValueError("x")
+        assert admission.quotas.in_flight() == Amounts()
+
+    def test_the_largest_fit_can_be_counted_in_64_bits(self):
+        admission = make_admission(max_requests=2)
+        fit = FitRequest(PROBLEM, FitSettings(max_iterations=2**32 - 1))
+        layout = Layout(np.dtype("<f4"), 1, 2**60, has_target=True)
+        nanoseconds = admission.costs.estimate(CallCost.of_fit(fit, layout))
+        with admission.reserved("a", 1, nanoseconds=nanoseconds):
+            assert admission.quotas.in_flight().engine_ns == 30 * 10**9
+        assert admission.quotas.in_flight() == Amounts()
+        assert CallCostModel().estimate(CallCost("fit", 1e30)) == 2**50
+
+
+class TestCostModel:
+    def test_each_kind_of_work_is_learned_from_observations(self):
+        costs = CallCostModel()
+        assert costs.estimate(CallCost("evaluate", 1e9)) == pytest.approx(3e8)
+        for units in (1e9, 3e9, 5e9) * 20:
+            costs.observe(CallCost("evaluate", units), 2e6 + 1.5 * units)
+        assert costs.estimate(CallCost("evaluate", 2e9)) == pytest.approx(3e9, rel=0.1)
+        assert costs.estimate(CallCost("fit", 1e9)) == pytest.approx(3e8)
+
+    def test_one_size_tells_about_larger_ones_on_a_fast_device(self):
+        costs = CallCostModel()
+        for _ in range(20):
+            costs.observe(CallCost("evaluate", 7.5e8), 1e6)
+        assert costs.estimate(CallCost("evaluate", 7.5e8)) == pytest.approx(1e6, rel=0.01)
+        assert 3e6 < costs.estimate(CallCost("evaluate", 3e9)) < 8e6
+        assert costs.estimate(CallCost("evaluate", 1e3)) == pytest.approx(1e5, rel=0.1)

@@ -121,20 +121,6 @@ def costs(engine, monkeypatch):
     return found
 
 
-def test_products_of_columns_count_where_a_pass_is_cut_into_steps(engine, costs):
-    batch = Batch.of(
-        [parse("+".join(f"sin(p{i + 1}*x1)" for i in range(100)))] * 50, [np.ones(100)] * 50
-    )
-    data, flag = make_dataset(2_000, "float32"), np.zeros(1, np.uint8)
-    engine.load(data)
-    problem, most = Evaluation(data.content_id, batch), []
-    for curvature in (False, True):
-        options = {"cancelled": flag, "curvature": curvature}
-        run_to_end(engine.linearise(problem, SQUARES, **options))
-        most.append(max(costs))
-    assert most[1] > 5 * most[0]
-
-
 @pytest.mark.parametrize(
     ("asked", "least"),
     [

@@ -16,12 +16,14 @@ from support.engines.references import POISON, Evaluate, reference_loss
 from support.random_programs import random_program, thesis_mix
 from warpfit import errors
 from warpfit.dataset import Dataset, Layout
+from warpfit.errors import ResourceExhaustedError
 from warpfit.expressions import reference
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
 from warpfit.request import Evaluation, Loss
 from warpfit_server.engine import sum_tree
 from warpfit_server.engine.cpu import interpreter
+from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.interface import Outputs, run_to_end
 
@@ -203,24 +205,6 @@ def test_cancelled_before_and_in_the_middle(evaluate):
     assert np.isfinite(evaluate(data, [X1]).values).all()
 
 
-def test_an_error_of_the_receiver_stops_the_threads(evaluate):
-    data = make_dataset(100_000, "float32")
-    programs, parameters = thesis_mix(12, 100)
-
-    def fail(ready: int) -> None:
-        raise ConnectionError("the receiver is gone")
-
-    evaluate.engine.load(data)
-    evaluation = Evaluation(data.content_id, Batch.of(programs, parameters))
-    values = np.empty(evaluation.shape(data.layout), np.float32)
-    outputs = Outputs(values, None, np.zeros(1, np.uint8), lambda _: None)
-    run_to_end(evaluate.engine.evaluate(evaluation, outputs))  # which starts all threads
-    threads = threading.active_count()
-    with pytest.raises(ConnectionError):
-        run_to_end(evaluate.engine.evaluate(evaluation, replace(outputs, ready=fail)))
-    assert threading.active_count() <= threads
-
-
 @pytest.mark.parametrize("leaning", ["left", "right"])
 @pytest.mark.parametrize("tokens", [10_001, 300_001])
 def test_long_chains(evaluate, leaning, tokens):
@@ -234,15 +218,6 @@ def test_long_chains(evaluate, leaning, tokens):
     data = Dataset.of(np.array([[1.0, 1.0], [0.5, 2.0]]), dtype="float64")
     got = evaluate(data, [program]).values[0, 0]
     np.testing.assert_allclose(got, reference.evaluate_program(program, data.variables))
-
-
-def test_programs_without_variables(evaluate):
-    data = make_dataset(1500, "float32")
-    programs = [P1, Program.constant(0.1), Program.apply("exp", P1), X2]
-    got = evaluate(data, programs, [[0.3], [], [0.3], []]).values[:, 0]
-    for row, expected in enumerate(np.array([0.3, 0.1, np.exp(np.float32(0.3))], np.float32)):
-        assert np.unique(got[row]).tolist() == [expected]
-    np.testing.assert_array_equal(got[3], data.variables[1])
 
 
 def test_columns_may_be_longer_than_4_gib(evaluate, tmp_path):
@@ -296,4 +271,66 @@ def test_programs_without_tokens_are_found(monkeypatch, empty, derivatives):
     outputs = Outputs(None, np.empty((8, 1)), flag, lambda _: None, gradients=gradients)
     with pytest.raises(errors.ProgramError):
         run_to_end(engine.evaluate(asked, outputs))
+    engine.close()
+
+
+# ------------------------------------------------------------------------ code that is loaded later
+
+
+DATA = Dataset.of(np.linspace(0.1, 3, 100)[:, None], np.ones(100), dtype="float64")
+BATCH = Batch.of([Program.apply("mul", X1, P1)], [np.array([2.0])])
+EVALUATION = Evaluation(DATA.content_id, BATCH, loss=Loss.MSE, values=False, gradient=True)
+
+
+def outputs():
+    """Arrays for the loss and its gradient."""
+    loss, gradient = np.empty((1, 1)), np.empty(1)
+    return Outputs(None, loss, np.zeros(1, np.uint8), lambda _: None, gradients=gradient)
+
+
+def test_values_do_not_wait_for_the_code_of_derivatives(monkeypatch):
+    """At a first start it is compiled when the engine serves already."""
+    load, is_compiled = parts.load_derivatives, threading.Event()
+
+    def load_later(*arguments):
+        assert is_compiled.wait(60)
+        return load(*arguments)
+
+    monkeypatch.setattr(parts, "load_derivatives", load_later)
+    engine = CpuEngine(1)
+    engine.load(DATA)
+    derived, plain = outputs(), replace(outputs(), gradients=None)
+    steps = engine.evaluate(EVALUATION, derived)
+    waits_for = next(steps)
+    assert not waits_for.done()
+    run_to_end(engine.evaluate(replace(EVALUATION, gradient=False), plain))
+    is_compiled.set()
+    waits_for.result(60)
+    run_to_end(steps)
+    np.testing.assert_allclose(derived.losses, plain.losses, rtol=1e-12)
+    x = DATA.variables[0]
+    np.testing.assert_allclose(derived.gradients, [np.sum(2 * (2 * x - 1) * x)], rtol=1e-12)
+    engine.close()
+
+
+def test_code_of_derivatives_that_failed_to_load_is_loaded_again(monkeypatch):
+    """A short lack of memory does not end all gradients and fits of the engine."""
+    load, failures = parts.load_derivatives, [MemoryError()]
+    somebody_waits = threading.Event()
+
+    def fails_once(*arguments):
+        if failures:
+            assert somebody_waits.wait(30)
+            raise failures.pop()
+        return load(*arguments)
+
+    monkeypatch.setattr(parts, "load_derivatives", fails_once)
+    engine = CpuEngine(1)
+    engine.load(DATA)
+    waiting = engine.evaluate(EVALUATION, outputs())
+    next(waiting)
+    somebody_waits.set()
+    with pytest.raises(ResourceExhaustedError):
+        run_to_end(waiting)
+    run_to_end(engine.evaluate(EVALUATION, outputs()))
     engine.close()

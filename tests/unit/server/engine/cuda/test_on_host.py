@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from dataclasses import replace
 
@@ -11,11 +10,11 @@ import numpy as np
 import pytest
 
 from support.emulators.host_device import install
-from support.engines.fits import fit
 from support.engines.gradients import ask, derive, outputs_for
 from support.engines.operators import check_node_by_node
 from support.engines.references import Evaluate, reference_loss
 from support.random_programs import thesis_mix
+from support.servers.server import eventually
 from support.suites.derivatives import (  # noqa: F401
     LOSSES,
     make_dataset,
@@ -37,7 +36,6 @@ from support.suites.losses import test_reductions_and_moments as check_statistic
 from support.suites.merging import (  # noqa: F401
     test_merged_requests_have_the_bits_that_they_have_alone,
 )
-from warpfit.dataset import Dataset
 from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.expressions import reference
 from warpfit.expressions.reference import evaluate_program
@@ -187,15 +185,6 @@ def test_a_large_batch_with_derivatives_runs_in_parts(engine, batch, monkeypatch
     assert announced[0] < announced[-1] == len(evaluation.batch)
 
 
-def test_a_fit_finds_the_parameters(engine):
-    rng = np.random.default_rng(0)
-    x = rng.uniform(0.5, 2.0, size=(2_000, 1))
-    data = Dataset.of(x, 1.5 * np.exp(-0.7 * x[:, 0]), dtype="float64")
-    engine.load(data)
-    found = fit(data, ["p1 * exp(p2 * x1)"], [[1.0, 0.1]], engine=engine)
-    np.testing.assert_allclose(found.parameters[0], [1.5, -0.7], rtol=1e-6)
-
-
 def test_parts_of_a_request_give_its_losses(engine, batch):
     """A part's programs do not begin with the first token of the segment that they lie in."""
     data = make_dataset(130)
@@ -237,13 +226,6 @@ def test_gradients_of_a_batch_that_comes_again_are_lowered_twice(engine, batch, 
     assert lowered == [10, 10, 14, 14]
 
 
-def wait_until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_segments_are_page_locked_as_long_as_they_are_mapped(engine, monkeypatch, caplog, fails):
     device = engine._device
@@ -265,47 +247,16 @@ def test_segments_are_page_locked_as_long_as_they_are_mapped(engine, monkeypatch
         mapped = Segment.received(1, os.dup(segment.descriptor), segment.size)
         address, memory = mapped.address, weakref.ref(mapped.map)
         locks.lock(mapped, mapped.array("u1", (mapped.size,)))
-        wait_until(lambda: locks._work.empty())
-        wait_until(lambda: locked == [(address, 1 << 20)] * (not fails))  # noqa: B023
+        eventually(lambda: locks._work.empty())
+        eventually(lambda: locked == [(address, 1 << 20)] * (not fails))  # noqa: B023
         del mapped
-        wait_until(lambda: memory() is None)  # noqa: B023
+        eventually(lambda: memory() is None)  # noqa: B023
         assert locked == []
     locks.close()
     told = [record for record in caplog.records if "pageable" in record.message]
     assert [record.levelname for record in told if record.levelname != "DEBUG"] == (
         ["WARNING"] if fails else []
     )
-
-
-def test_the_tier_chooser_observes_no_time_of_other_requests(engine, batch, monkeypatch):
-    data, elsewhere, observed = make_dataset(ROWS), 0, []
-    engine.load(data)
-    asked = Evaluation(data.content_id, Batch.of(*batch), values=False, loss=Loss.MSE)
-    outputs = outputs_for(asked, data.layout)
-    run_to_end(engine.evaluate(asked, outputs))  # compiles kernels
-    clocks = time.perf_counter_ns, time.perf_counter
-    monkeypatch.setattr(time, "perf_counter_ns", lambda: clocks[0]() + 10**9 * elsewhere)
-    monkeypatch.setattr(time, "perf_counter", lambda: clocks[1]() + elsewhere)
-    monkeypatch.setattr(engine._chooser, "observe", lambda *given: observed.append(given[-1]))
-    for _ in engine.evaluate(asked, outputs):
-        elsewhere += 1_000
-    assert elsewhere > 0
-    assert 0 < observed[0] < 1_000
-
-
-def test_both_memories_are_named_where_cuda_does_not_say_which_is_short(engine, monkeypatch):
-    cuda, data = engine._device.cupy.cuda, make_dataset(100)
-    engine.load(data)
-
-    def refuse(_):
-        raise cuda.runtime.CUDARuntimeError(2)
-
-    monkeypatch.setattr(engine._device, "_idle", [])
-    monkeypatch.setattr(cuda, "alloc_pinned_memory", refuse)
-    with pytest.raises(ResourceExhaustedError, match=r"device has .* page-locked") as failure:
-        Evaluate(engine)(data, [Program.variable(0)])
-    assert failure.value.needed is None
-    assert failure.value.available > 0
 
 
 def test_an_invalid_program_is_named(engine):

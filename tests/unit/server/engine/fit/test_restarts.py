@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.engines.fits import fit, prepared
-from warpfit import Reason, parse
+from warpfit import Reason
 from warpfit.dataset import Dataset
 from warpfit.fitting import Missing
 from warpfit.losses import LossFunction, huber
@@ -17,7 +17,6 @@ from warpfit_server.engine.fit.starts import (
     Scales,
     VariableSizes,
     with_restarts,
-    without_missing,
 )
 
 METHODS = ("lm", "bfgs")
@@ -56,25 +55,6 @@ def test_places_tell_frequencies_exponents_and_shifts():
     request, _ = prepared(DATA, ["sin(p1*x1 + p2)*x1^p3 + exp(x1 - p4)"], [np.ones(4)])
     scales = Scales.of(request.problem.batch, DATA, slice(0, 60))
     assert scales.kinds.tolist() == [1, 2, 3, _SHIFT]
-
-
-def test_work_and_memory_follow_from_the_variables_that_are_used():
-    X = np.random.default_rng(1).normal(size=(60, 3000))
-    X[:, 1234] = x
-    wide = Dataset.of(X, WAVE, dtype="float64")
-    texts = ["p1*x1235 + p2", "p1*sin(p2*x1235) + exp(x1235 - p3)"]
-    starts = [np.ones(2), np.ones(3)]
-    request, _ = prepared(wide, texts, starts, restarts=20)
-    batch = request.problem.batch
-    sizes = VariableSizes(batch, wide, slice(0, 60))
-    assert sizes.used.tolist() == [1234]
-    assert len(sizes.means) == 2, "of the variable and of the target"
-    narrow, _ = prepared(DATA, [text.replace("x1235", "x1") for text in texts], starts, restarts=20)
-    one, other = (
-        with_restarts(each, Scales.of(each.problem.batch, data, slice(0, 60))).problem.batch
-        for each, data in ((request, wide), (narrow, DATA))
-    )
-    np.testing.assert_array_equal(one.parameters, other.parameters)
 
 
 def test_many_variables_are_measured_in_steps_that_change_no_bit():
@@ -135,17 +115,6 @@ def test_a_seed_gives_the_same_bits_in_every_batch(method):
     assert (every.initial_loss[1:] != again.initial_loss[1:]).all()
 
 
-def test_units_change_nothing():
-    data = Dataset.of(1e-9 * x[:, None], 1e12 * WAVE, dtype="float64")
-    start = [1e12, 1e9, 1.0, 1e12]
-    found = fit(data, [TEXT], [start], restarts=24)
-    usual = fit(DATA, [TEXT], [START], restarts=24)
-    assert found.start[0] == usual.start[0]
-    np.testing.assert_allclose(
-        np.abs(found.parameters[0]) / np.abs(start), np.abs(usual.parameters[0]), rtol=1e-5
-    )
-
-
 def test_searches_beside_an_exact_one_end():
     every = fit(DATA, [TEXT], [START], restarts=24, all_starts=True)
     best = fit(DATA, [TEXT], [START], restarts=24)
@@ -182,25 +151,6 @@ def test_a_box_of_phases_may_be_any_turn(turns, phase, seed):
     assert np.isclose(*best, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("shift", [0.0, -np.pi, 20.0])
-def test_phases_are_found_as_often_as_by_uniform_draws_in_the_box(shift):
-    own = np.random.default_rng(0)
-    low, high = np.array([0.0, 0.1, shift]), np.array([10.0, 10.0, shift + 2.0 * np.pi])
-    missed = np.zeros(2, dtype=int)
-    for seed in range(30):
-        x = own.uniform(0.0, 10.0, (60, 1))
-        y = 2.0 * np.sin(3.0 * x[:, 0] + own.uniform(low[2], high[2]))
-        data = Dataset.of(x, y, dtype="float64")
-        bounds = {"lower": [low], "upper": [high]}
-        drawn = fit(data, ["p1*sin(p2*x1 + p3)"], [own.uniform(low, high)], restarts=32, **bounds,
-                    seed=seed)  # fmt: skip
-        uniform = fit(data, ["p1*sin(p2*x1 + p3)"], [own.uniform(low, high, (33, 3))], **bounds)
-        missed += [drawn.loss[0] > 1e-8, uniform.loss.min() > 1e-8]
-    # Two standard deviations of the difference of such counts.
-    assert missed[0] <= missed[1] + 2.0 * np.sqrt(missed.sum())
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.floats(-1e6, 1e6), st.floats(-3.0, 3.0), st.integers(0, 99))
 @example(0.0, np.log10(2.0 * np.pi), 0)
@@ -229,18 +179,6 @@ def test_a_tiny_start_is_left_as_0_is(method, start):
 
 
 # ------------------------------------------------------------------------ saddles and plateaus
-
-
-@pytest.mark.parametrize(
-    ("text", "start"),
-    [("p1*tanh(p2*x1 + p3)", [0.0] * 3), ("p1*exp(-((x1 - p2)/p3)^2)", [1.0, 40.0, 0.5])],
-)
-def test_steps_from_perturbed_points_are_iterations(text, start):
-    """Else a batch takes more passes than the iterations that are allowed."""
-    single = Dataset.of(x[:, None], WAVE)
-    for allowed in range(1, 4):
-        found = fit(single, [text], [start], max_iterations=allowed)
-        assert found.evaluations[0] <= 1 + allowed
 
 
 @pytest.mark.parametrize("loss", [None, huber(10.0)])
@@ -295,14 +233,6 @@ def test_an_infinite_derivative_at_the_start_is_stepped_over(method):
 # ---------------------------------------------------------------------------------- missing rows
 
 
-def test_programs_without_missing_values_are_those_that_say_so():
-    request, _ = prepared(DATA, ["p1*x1", "sqrt(x1) + p1"], [[1.0], [2.0]])
-    found = without_missing(request.problem.batch, 2.5)
-    texts = ["p1*x1", "sqrt(x1) + p1"]
-    expected = [parse(f"where(abs({text}) < inf, {text}, 2.5)") for text in texts]
-    assert list(found) == expected
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_without_a_value_count_as_the_mean(method):
     """Of sqrt(x - 1) a tenth of the rows has no value."""
@@ -327,10 +257,3 @@ def test_a_program_without_any_finite_row_is_not_fitted(method):
     assert found.reason.tolist()[0] is Reason.NOT_FINITE
     assert found.parameters[0].tolist() == [1.0, 1.0]
     assert found.success[1]
-
-
-def test_leaving_rows_out_keeps_linear_parameters_solved_for():
-    y = 2.0 * np.sqrt(np.maximum(x - 1.0, 0.0)) + 3.0
-    data = Dataset.of(x[:, None], y, dtype="float64")
-    found = fit(data, ["p1*sqrt(x1 - 1) + p2"], [[-70.0, 900.0]], missing=Missing.DROP)
-    assert found.iterations[0] <= 3

@@ -141,16 +141,6 @@ def test_plancks_constant_from_the_photoelectric_effect(cpu, method, dtype):
     np.testing.assert_allclose(found.parameters[0], [slope, -intercept], rtol=1e-3)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_column_that_is_zero_at_the_start_takes_part_later(method):
-    """At the start p3 does not matter, because p1 is 0."""
-    y = 2.0 * X[:, 0] * (1.0 + 0.3 * X[:, 1])
-    for scale in (1.0, 2.0**90):
-        data = Dataset.of(X, scale * y, dtype="float64")
-        found = fit(data, ["p1*x1*(1 + p2*x2)"], [[0.0, 0.0]], method=method, max_iterations=200)
-        np.testing.assert_allclose(found.parameters[0], [2.0 * scale, 0.3], rtol=1e-3)
-
-
 def test_what_leaves_float32_is_fitted_precisely_and_nothing_else_is():
     """On a GPU fast mode multiplies in float32."""
     seen = []

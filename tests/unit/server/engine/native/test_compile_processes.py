@@ -1,4 +1,4 @@
-"""Code compiled by several processes, once for all engines, and kept in sealed files."""
+"""Code that is compiled once for all engines, by several processes, and kept in sealed files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numba
+import numpy as np
 import pytest
 from numba import types
+from numba.extending import register_jitable
 
 from warpfit_server.engine.cpu.codegen import parts
-from warpfit_server.engine.native import compile_processes
+from warpfit_server.engine.native import code_libraries, compile_processes
+from warpfit_server.engine.native.intrinsics import inlined, uncounted
 from warpfit_server.engine.native.numba_cache import load, njit
 
 
@@ -30,46 +34,10 @@ def test_processes_get_parts_of_about_equal_time(count, group):
     assert max(loads) <= max(*seconds.values(), 1.25 * sum(loads) / count)
 
 
-def test_every_part_is_in_one_group():
-    grouped = itertools.chain(*itertools.chain(*parts.GROUPS.values()))
-    assert sorted(grouped) == sorted(parts.PARTS)
-
-
-@pytest.fixture
-def group_of_one(monkeypatch, tmp_path):
-    """A group that takes a second, and a directory for its code."""
-    monkeypatch.setitem(parts.GROUPS, "values", (("parallel",),))
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-
-
-@pytest.mark.thorough
-def test_another_process_compiles_into_the_directory(group_of_one, tmp_path, caplog):
-    parts.compile_group("values", 2)
-    names = {path.name.split("-")[0] for path in tmp_path.rglob("*.nbi")}
-    functions = ("expect", "begin", "finish", "help_others", "close")
-    assert names == {f"parallel_loop.{name}" for name in functions}
-    assert caplog.text == ""
-    begun = time.time()
-    (marker,) = tmp_path.glob("values-*.complete")
-    marker.unlink()
-    parts.compile_group("values", 2)
-    assert max(path.stat().st_mtime for path in tmp_path.rglob("*.nb?")) < begun, "only loaded"
-
-
 def test_a_process_that_fails_is_logged_and_nothing_else(tmp_path, caplog):
     compile_processes.compile_once(tmp_path, "all", parts.__name__, [["no such part"]])
     assert "no such part" in caplog.text
     assert (tmp_path / "all.complete").exists()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_a_directory_that_cannot_be_entered_costs_a_line(tmp_path, caplog):
-    os.seteuid(65534)
-    try:
-        compile_processes.compile_once(tmp_path / "closed", "all", parts.__name__, [])
-    finally:
-        os.seteuid(0)
-    assert "cannot compile by several processes" in caplog.text
 
 
 class Slow:
@@ -102,22 +70,6 @@ def test_one_engine_compiles_and_the_others_wait(monkeypatch, tmp_path):
     assert Slow.started == [["part"]]
 
 
-def test_processes_whose_engine_has_ended_are_waited_for(tmp_path):
-    """An engine that is started again and again must not have the same compiled side by side."""
-    script = (
-        "import os, pathlib, sys\n"
-        "from warpfit_server.engine.native import compile_processes\n"
-        "command = [sys.executable, '-c', 'import time; time.sleep(1.5)']\n"
-        "with compile_processes._locked(pathlib.Path(sys.argv[1])) as lock:\n"
-        "    compile_processes.subprocess.Popen(command, pass_fds=[lock])\n"
-        "    os._exit(0)\n"
-    )
-    subprocess.run([sys.executable, "-c", script, tmp_path / "lock"], check=True)
-    begun = time.monotonic()
-    with compile_processes._locked(tmp_path / "lock"):
-        assert time.monotonic() - begun > 0.5
-
-
 # ------------------------------------------------------------------------------------- sealed files
 
 
@@ -132,7 +84,7 @@ def compiled(function=add_one):
     return made
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def place(monkeypatch, tmp_path):
     """The directory where Numba keeps code."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "numba"))
@@ -147,13 +99,6 @@ def test_a_function_is_compiled_once_and_its_files_are_private(place):
     kept = [path for path in place.rglob("*") if path.is_file()]
     assert {path.suffix for path in kept} == {".nbi", ".nbc"}
     assert all(path.stat().st_mode & 0o077 == 0 for path in (place, *kept))
-
-
-def test_a_call_finds_the_code_of_a_function_that_another_process_has_loaded(place):
-    compiled()
-    called = njit()(add_one)
-    assert called(1) == 2
-    assert sum(called.stats.cache_hits.values()) == 1
 
 
 def test_a_function_that_returns_another_type_is_not_loaded(place):
@@ -198,3 +143,91 @@ def test_processes_without_an_environment_keep_code_with_the_rest(tmp_path):
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert Path(ran.stdout).parent.parent == tmp_path
+
+
+# -------------------------------------------------------------------- callees of compiled functions
+
+
+def makers():
+    """Decorators of functions that compiled code calls."""
+    return [inlined, uncounted, register_jitable, numba.njit]
+
+
+def chain(decorate, root):
+    """Return a function that calls others, some of them in two ways and with two types."""
+
+    @decorate
+    def power(number, exponent):
+        return number if exponent == 1 else number * power_of(number, exponent - 1)
+
+    @decorate
+    def power_of(number, exponent):
+        result = number
+        for _ in range(exponent - 1):
+            result *= number
+        return result
+
+    @decorate
+    def norm(vector):
+        total = 0.0
+        for i in range(len(vector)):
+            total += power(vector[i], 2)
+        return total
+
+    @root
+    def combine(vector, exponent):
+        if exponent < 1:
+            raise ValueError("no such power")
+        return norm(vector) + power(exponent, 3) + power_of(vector[0], exponent)
+
+    return combine, norm
+
+
+def signature():
+    return types.float64(types.float64[::1], types.int64)
+
+
+@pytest.mark.parametrize(
+    ("decorate", "known"),
+    [*((each, code_libraries.KNOWN_VERSIONS) for each in makers()), (numba.njit, ())],
+)
+def test_callees_are_compiled_with_the_function_that_calls_them(decorate, known, monkeypatch):
+    """With a version of Numba that is not known they are compiled as usual."""
+    monkeypatch.setattr(code_libraries, "KNOWN_VERSIONS", known)
+    vector = np.array([1.5, -2.0])
+    for _ in range(2):  # compiled, and from the disk
+        combine, _ = chain(decorate, njit(error_model="numpy"))
+        load(combine, signature())
+        assert combine(vector, 2) == 6.25 + 8 + 2.25
+        with pytest.raises(ValueError, match="no such power"):
+            combine(vector, 0)
+
+
+@pytest.mark.parametrize("decorate", [inlined, numba.njit])
+def test_other_functions_may_call_a_callee_too(decorate):
+    combine, norm = chain(decorate, njit(error_model="numpy"))
+    load(combine, signature())
+
+    @numba.njit
+    def plain(vector):
+        return norm(vector) + 1.0
+
+    assert plain(np.array([3.0, 1.0])) == 11.0
+    other, _ = chain(decorate, njit(error_model="numpy"))
+    load(other, signature())
+    assert other(np.array([3.0]), 1) == 9.0 + 1.0 + 3.0
+
+
+def test_one_function_that_python_calls_may_call_another():
+    combine, _ = chain(inlined, njit(error_model="numpy"))
+
+    @njit(error_model="numpy")
+    def twice(vector, exponent):
+        return 2.0 * combine(vector, exponent)
+
+    load(twice, signature())
+    load(combine, signature())
+    vector = np.array([1.5, -2.0])
+    assert twice(vector, 2) == 2.0 * combine(vector, 2) == 33.0
+    with pytest.raises(ValueError, match="no such power"):
+        twice(vector, 0)

@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-pytest.importorskip("numba")
-
 from support.servers.server import eventually
 from warpfit_server.engine.native import parallel_loop
 from warpfit_server.engine.native.arguments import CANCELLED, FAILED, FINISHED
@@ -117,24 +115,6 @@ def test_no_more_chunks_run_after_one_was_cancelled_or_failed(loop, ended):
     assert seen[-2:] in ([10, 11], [11, 10])
 
 
-@pytest.mark.parametrize("expects", [False, True])
-def test_helpers_run_chunks_of_a_caller(expects):
-    loop = ParallelLoop(3)
-    if expects:
-        loop.expect(100)
-    threads = set()
-    together = threading.Barrier(3, timeout=20)
-
-    def chunk(_number):
-        threads.add(threading.get_ident())
-        together.wait()
-        return FINISHED
-
-    run(loop, chunk, 0, 3)
-    assert len(threads) == 3
-    loop.close()
-
-
 @pytest.mark.parametrize(("ended", "chunks"), [(FINISHED, [6]), (CANCELLED, [1, 2])])
 def test_helpers_run_chunks_while_the_caller_does_other_things(ended, chunks):
     loop, go, seen = ParallelLoop(3), threading.Event(), Counter()
@@ -156,13 +136,6 @@ def test_helpers_run_chunks_while_the_caller_does_other_things(ended, chunks):
     assert seen == Counter(range(len(seen)))
     assert len(seen) in chunks  # each of two helpers may have taken one
     task.result()
-    loop.close()
-
-
-def test_work_without_helpers_starts_no_threads():
-    loop = ParallelLoop(4)
-    run(loop, lambda chunk: FINISHED, 0, 10, helpers=0)
-    assert not loop._helpers
     loop.close()
 
 

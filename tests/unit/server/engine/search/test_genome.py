@@ -26,16 +26,27 @@ from support.engines.plain_search import (
     without_scale,
 )
 from warpfit.errors import InvalidArgumentError
-from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
-from warpfit.searching import MOST_NESTINGS, Form, Rules, SearchRequest, Units
+from warpfit.ir import Population
+from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
+from warpfit.parse import parse
+from warpfit.searching import (
+    FIRST_CALL,
+    FIRST_DEFINITION,
+    Form,
+    Rules,
+    SearchRequest,
+    Template,
+    Units,
+)
+from warpfit_server.engine.search.colony import Genomes
+from warpfit_server.engine.search.composition import Composer
 from warpfit_server.engine.search.genome import (
     ANY_OPERATOR,
     MOST_TOKENS,
-    NESTINGS,
-    UNARY,
     WIDTH,
     new_grammar,
     new_units,
+    part_lengths,
 )
 
 COLUMNS = (0, 2, 5)
@@ -98,27 +109,20 @@ def test_every_operator_is_drawn_about_as_often_as_its_weight_says(weights, orde
     assert (np.abs(counts - wanted)[~few] <= 1 + few.sum()).all()
 
 
-def test_a_grammar_that_holds_no_operators_of_a_kind_says_so():
-    assert not new_grammar(asked(["add"]), [COLUMNS])[UNARY:][:256].any()
-
-
 def test_formulas_that_no_genome_holds_are_refused():
     with pytest.raises(InvalidArgumentError) as caught:
         grammar_of(asked(max_size=MOST_TOKENS + 1))
     assert caught.value.reason == "FORMULAS_TOO_LARGE"
 
 
-def test_a_grammar_holds_as_many_rules_of_nesting_as_a_request():
-    nesting = {(a, b): 1 for a in EXACT for b in EXACT}
-    nesting = dict([*nesting.items()][:MOST_NESTINGS])
-    request = asked(nesting=nesting)
-    request.rules.check()
-    assert grammar_of(request)[NESTINGS] == MOST_NESTINGS
-
-
 # -------------------------------------------------------------------------------- simplification
 
-NUMBERS = (-2.5, -1.0, -0.25, 0.0, 0.5, 1.0, 3.0, 40.0)
+#: Numbers of all operands by arity.
+NUMBERS = {
+    1: (-2.5, -1.0, -0.25, 0.0, 0.5, 1.0, 3.0, 40.0),
+    2: (-2.5, -1.0, 0.0, 0.5, 40.0),
+    3: (-1.0, 0.0, 40.0),
+}
 
 
 def test_constants_are_folded_as_numpy_computes_them(genes):
@@ -126,7 +130,7 @@ def test_constants_are_folded_as_numpy_computes_them(genes):
     for name, numbers in (
         (name, numbers)
         for name, operator in OPERATORS.items()
-        for numbers in product(NUMBERS, repeat=operator.arity)
+        for numbers in product(NUMBERS[operator.arity], repeat=operator.arity)
     ):
         tree = of(name, *map(constant, numbers))
         expected, found = simplified(tree, set(OPERATORS)), genes.simplify(grammar, [tree])
@@ -305,10 +309,10 @@ def test_units_are_those_of_formulas(both, tree, units, form):
 
 
 def test_units_of_each_operator(genes):
-    """Of operands that are a length, another length, a time, a number, or a constant."""
+    """Of operands that are a length, a time, a number, or a constant."""
     exponents = np.zeros((6, 7))
     exponents[0, 0] = exponents[2, 0] = exponents[5, 2] = 1.0
-    choices = [X, Y, Z, of("div", X, Y), constant(2.0)]
+    choices = [X, Z, of("div", X, Y), constant(2.0)]
     for units in (Units(exponents), Units(exponents, exponents[0], dimensionless_constants=True)):
         request = asked(tuple(OPERATORS), units=units, max_size=200)
         grammar, own_units = grammar_of(request), new_units(request, 6)
@@ -539,3 +543,83 @@ def test_later_marks_of_structures_stay(genes):
     assert marks == sorted(marks)
     assert len(set(marks)) == 4
     assert {mark & (1 << 44) - 1 for mark in marks} == {7 << 10}
+
+
+# --------------------------------------------------------------------- formulas that call functions
+
+
+NAMES = ("add", "mul", "sin")
+#: A function of one's own of two operands, which it uses three times.
+OWN = parse("x2 + x1*x1")
+ARITIES = (2, 1)
+
+
+def calls(most: int = 6) -> st.SearchStrategy[Tree]:
+    """Draw templates, which call two functions, a parameter and a defined function anywhere."""
+    leaves = st.sampled_from([0.0, 1.0, 2.0]).map(lambda column: Tree(VARIABLE, column))
+    leaves |= st.just(Tree(PARAMETER, 0.0)) | st.just(Tree(CONSTANT, 0.3))
+    rows = [(FIRST_CALL, 2), (FIRST_CALL + 1, 1), (FIRST_DEFINITION, 2)]
+    rows += [(OPERATORS[name].code, OPERATORS[name].arity) for name in NAMES]
+
+    def above(inner):
+        return st.one_of(
+            st.tuples(*[inner] * arity).map(lambda own, code=code: Tree(code, 0.0, own))
+            for code, arity in rows
+        )
+
+    drawn = st.recursive(leaves, above, max_leaves=most)
+    both = (Tree(FIRST_CALL, 0.0, (drawn_leaf,) * 2) for drawn_leaf in [Tree(VARIABLE, 0.0)])
+    (first,) = both
+    second = Tree(FIRST_CALL + 1, 0.0, (first,))
+    return drawn.map(lambda tree: Tree(OPERATORS["add"].code, 0.0, (tree, second)))
+
+
+def written(tree: Tree, functions: list[Tree], arguments: tuple[Tree, ...] | None = None) -> Tree:
+    """Write a tree with the calls in it replaced; variables are arguments if there are some."""
+    if tree.code == VARIABLE and arguments is not None:
+        return arguments[int(tree.value)]
+    if tree.code == PARAMETER:
+        return functions[2]
+    operands = tuple(written(operand, functions, arguments) for operand in tree.operands)
+    if tree.code == FIRST_DEFINITION:
+        (body,) = trees_of(OWN.codes.tolist(), OWN.values.tolist())
+        return written(body, functions, operands)
+    if tree.code >= FIRST_CALL:
+        return written(functions[tree.code - FIRST_CALL], functions, operands)
+    return Tree(tree.code, tree.value, operands)
+
+
+def own_functions(columns: int) -> st.SearchStrategy[Tree]:
+    return trees(NAMES, range(columns), most=4)
+
+
+@given(calls(), own_functions(2), own_functions(1), st.booleans())
+def test_calls_are_written_out(form, first, second, has_template):
+    codes, values = map(np.array, flat([form]))
+    template = Template(codes.astype(np.uint8), values, ARITIES) if has_template else None
+    request = SearchRequest(
+        bytes(32), operators={"add": 1.0, "twice": 1.0}, rules=Rules(max_size=40),
+        definitions={"twice": OWN}, template=template,
+    )  # fmt: skip
+    number = Tree(CONSTANT, 7.5)
+    parts = [first, second, number] if has_template else [first]
+    if has_template and not template.parameters:
+        parts.pop()
+    columns = [[0, 1], [0], []][: len(parts)] if has_template else [[0, 1, 2]]
+    grammar = new_grammar(request, columns)
+    own = Tree(FIRST_DEFINITION, 0.0, (first, Tree(VARIABLE, 0.0)))
+    parts[0] = own if len(flat([own])[0]) < 20 else first
+    codes, values = flat(parts)
+    assert part_lengths(grammar, np.array(codes)) == [len(flat([part])[0]) for part in parts]
+    population = Population(
+        np.array(codes, np.uint8), np.array(values), np.array([len(codes)], np.uint32)
+    )
+    composer = Composer(request, grammar)
+    found = composer.composed(Genomes.of(population, max(len(codes), 3)))
+    wanted = written(form if has_template else parts[0], [*parts, number])
+    wanted_codes, wanted_values = flat([wanted])
+    if len(wanted_codes) <= composer.most:
+        assert found.codes.tolist() == wanted_codes
+        assert found.values.tolist() == wanted_values
+    else:
+        assert len(found.codes) == 1

@@ -7,19 +7,22 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from support.suites.pairs import *  # noqa: F403
+from support.suites.pairs import drawn, standardised
 from warpfit import parse
-from warpfit.dataset import Layout
 from warpfit.expressions import reference
 from warpfit.ir import Population
 from warpfit.ops import OPERATORS
-from warpfit.searching import Form, SearchRequest
+from warpfit.searching import Form
 from warpfit_server import limits
+from warpfit_server.engine.cpu import pairs
 from warpfit_server.engine.cpu.pairs import CpuWeigher
 from warpfit_server.engine.interface import run_to_end
-from warpfit_server.engine.search.library import formulas_of, library, packed, relevant, tokens
+from warpfit_server.engine.search.library import formulas_of, library, relevant
 from warpfit_server.engine.search.pairs import PairSearch
-from warpfit_server.engine.search.views import factor_exponents, views
-from warpfit_server.limits import pair_search_bytes, search_bytes
+from warpfit_server.engine.search.views import factor_exponents
+from warpfit_server.engine.search.weighing import Fit
+from warpfit_server.limits import pair_search_bytes
 
 NAMES = ("add", "sub", "mul", "div", "square", "sqrt", "exp", "log", "sin", "asin", "tanh")
 X = np.random.default_rng(0).uniform(1.0, 3.0, (60, 3)).T
@@ -191,15 +194,6 @@ def test_a_search_takes_no_more_memory_than_is_admitted(weigher, monkeypatch, ro
     assert pair_search_bytes(rows, size) // 8 < most < pair_search_bytes(rows, size)
 
 
-def test_memory_of_pairs_is_admitted_with_a_search():
-    layout = Layout(rows=512, variables=3, has_target=True, dtype=np.float64)
-    with_pairs, without = (
-        search_bytes(SearchRequest(bytes(32), pairs=pairs, max_generations=1), layout)
-        for pairs in (True, False)
-    )
-    assert with_pairs - without == pair_search_bytes(512)
-
-
 def test_sums_take_terms_one_after_the_other_and_stop_where_noise_begins(weigher):
     law = reference.evaluate_program(parse("2*x1 - 3*x2 + square(x3)/2"), X)
     noise = np.random.default_rng(1).normal(0.0, 0.1, 60)
@@ -230,12 +224,6 @@ def test_libraries_are_short_and_have_products_sums_and_functions():
     assert {"x5", "x8", "exp(x5)"} <= {*few.texts()}
 
 
-def test_tokens_are_packed_formula_by_formula():
-    two = Population.of([parse("x1 + x2"), parse("x3")])
-    made = packed([two, tokens([3, 0], 2.0), tokens([OPERATORS["mul"].code, 0])])
-    assert made.texts() == ["(x1 + x2) * 2", "x3"]
-
-
 def test_relevant_variables_are_those_of_the_target_or_of_its_square():
     rng = np.random.default_rng(4)
     columns = rng.normal(size=(20, 400))
@@ -248,15 +236,29 @@ def test_relevant_variables_are_those_of_the_target_or_of_its_square():
     assert run_to_end(relevant(columns[:3], target, 4)).tolist() == [0, 1, 2]
 
 
-def test_views_leave_out_functions_that_the_target_or_the_operators_do_not_allow():
-    names = {view.outer for view in views(NAMES, range(3), X, X[0] - 2.0, WEIGHTS, 25)}
-    assert ("exp",) not in names
-    assert {(), ("inv",)} <= names
-    assert {view.outer for view in views(("add",), range(3), X, X[0], WEIGHTS, 25)} == {()}
-
-
 def test_factors_are_the_variables_that_a_target_is_a_product_of_powers_in():
     noise = 1.0 + 0.001 * np.random.default_rng(2).normal(size=60)
     target = X[0] ** 2 / np.sqrt(X[1]) * (1.0 + np.sin(X[2])) * noise
     assert factor_exponents(X, target, WEIGHTS) == {0: 2.0, 1: -0.5}
     assert factor_exponents(X, [1.0, 2.0, 3.0] @ X, WEIGHTS) == {}
+
+
+# -------------------------------------------------------------------------------------- the weigher
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03, 1.0])
+@pytest.mark.parametrize("is_product", [True, False])
+def test_results_depend_neither_on_threads_nor_on_tiles(weigher, monkeypatch, noise, is_product):
+    left, right, rng = drawn(1, 256, 2_000, 160, 0.5)
+    weights = np.full(160, 1 / 160)
+    law = left[3] * right[1_800].astype(float) + noise * rng.normal(size=160)
+    fit = Fit.of(standardised(law, weights), weights, np.empty((0, 160)), is_product)
+    usual = run_to_end(weigher.best(fit, left, [right], 100))
+    monkeypatch.setattr(pairs, "_RIGHT_TILE", 300)
+    single = CpuWeigher(1)
+    try:
+        other = run_to_end(single.best(fit, left, [right], 100))
+    finally:
+        single.close()
+    for one, two in zip(usual, other, strict=True):
+        np.testing.assert_array_equal(one, two)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,9 +25,14 @@ from warpfit_server.engine.autodiff import (
     no_row_loss,
     row_loss_tokens,
 )
-from warpfit_server.engine.cuda.derivatives import launches
+from warpfit_server.engine.cuda.derivatives import launches, lowering
 from warpfit_server.engine.cuda.derivatives import lowering as lowering_module
-from warpfit_server.engine.cuda.derivatives.lowering import DerivativeCode, DerivativeLowering
+from warpfit_server.engine.cuda.derivatives.lowering import (
+    PROGRAM,
+    DerivativeCode,
+    DerivativeLowering,
+)
+from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
 from warpfit_server.engine.interface import Steps, run_to_end
 
 VARIABLES = 10
@@ -148,9 +155,78 @@ def test_too_many_levels_are_refused(alone):
     assert caught.value.reason == "PROGRAM_TOO_LONG"
 
 
-def test_more_sums_than_kernels_can_address_are_refused():
-    """Thirty thousand parameters have a normal matrix of 3.6 GB."""
-    launches.check_memory(8 * 1_000_000, 0)
-    with pytest.raises(ResourceExhaustedError) as caught:
-        launches.check_memory(8 * 300_000_000, 0)
-    assert caught.value.reason == "PROGRAM_TOO_LONG"
+# ----------------------------------------------------------------------------------------- launches
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded():
+    """No call compiles for other types than those that are loaded at the start."""
+    launches.load()
+    functions = [lowering.count_sums, lowering.fill_starts, launches.measure_programs]
+    functions += [launches.end_of_chunk, launches.order_jobs, launches.plan_jobs]
+    yield
+    assert all(len(function.signatures) == 1 for function in functions)
+
+
+def some_records(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    records = np.zeros(count, dtype=PROGRAM)
+    for name, most in (("parameters", 5), ("columns", 6), ("invariants", 9), ("levels", 40)):
+        records[name] = rng.integers(most, size=count)
+    records["count"] = rng.integers(1, 300, size=count)
+    sums = np.empty(count, dtype=np.int64)
+    lowering.count_sums(records, bool(seed % 2), sums)
+    return records, sums
+
+
+@pytest.mark.parametrize("most_warp", [0, 10**6], ids=["spilling", "not spilling"])
+@pytest.mark.parametrize(("count", "most"), [(0.0, 10**12), (0.0, 30_000), (7.3, 10**12)])
+def test_jobs_are_cut_by_their_results_and_by_their_work(most_warp, count, most):
+    records, sums = some_records(3, 200)
+    work = records["count"].astype(int) + sums // 4
+    order, chunks = np.empty(400, dtype=np.uint32), np.empty(400, launches._CHUNK)
+    given = 1024, (7, 8, 3), (most_warp, 16), most, count / int(work.sum()), 2
+    need, invariants, number = launches.plan_jobs(records, sums, 2, *given, order, chunks)
+    found = [launches.DerivativeChunk(*row) for row in chunks[:number].tolist()]
+    assert (need, invariants) == launches.measure_programs(records, sums, 1024, work.copy())[:2]
+    ends = [0, *(chunk.end_job for chunk in found)]
+    assert ends == [*(chunk.first_job for chunk in found), 400]
+    assert found[-1].end_sum == 2 * sums.sum()
+    assert found[-1].end_parameter == 2 * records["parameters"].astype(int).sum()
+    for chunk in found:
+        own = order[chunk.first_job : chunk.end_job]
+        assert sorted(own.tolist()) == list(range(chunk.first_job, chunk.end_job))
+    if most == 10**12:
+        assert len(found) == 1 + int(count)
+    else:
+        assert len(found) > (100 if most_warp == 0 else 1)
+
+
+# --------------------------------------------------------------------------------- parts of batches
+
+
+def test_kernels_for_programs_that_spill_are_loaded_by_another_thread(monkeypatch):
+    """The engine's thread goes on with other requests until they are there."""
+    compiled, outcomes, loaded = threading.Event(), [MemoryError(), "kernels"], []
+
+    def load(tier, variant, *, spills):
+        assert compiled.is_set()
+        loaded.append((variant, spills))
+        if isinstance(outcome := outcomes.pop(0), Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(DerivativeTier, "_load", load)
+    device = SimpleNamespace()
+    tier = DerivativeTier(device, 1, lambda: compiled.wait(20))
+    plan = SimpleNamespace(variant="any", spills=True)
+    first, second = tier._prepare(plan), tier._prepare(plan)
+    waits_for = next(first)
+    assert next(second) is waits_for
+    assert not waits_for.done()
+    compiled.set()
+    with pytest.raises(MemoryError):  # for which memory was short
+        run_to_end(first)
+    assert run_to_end(tier._prepare(plan)) == "kernels"
+    assert run_to_end(tier._prepare(plan)) == "kernels"
+    assert loaded == [("any", True)] * 2

@@ -6,12 +6,10 @@ What their code computes is compared with NumPy where the engine runs on the hos
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
-
-pytest.importorskip("numba")
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,9 +19,17 @@ from support.random_programs import random_program, thesis_mix
 from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
-from warpfit_server.engine.cuda.interpreter import source
-from warpfit_server.engine.cuda.interpreter.launches import max_levels, raise_invalid_program
+from warpfit_server.engine.cuda.interpreter import launches, source
+from warpfit_server.engine.cuda.interpreter.launches import (
+    BatchBounds,
+    max_levels,
+    raise_invalid_program,
+)
+from warpfit_server.engine.cuda.interpreter.source import Variant, costly_operators
+from warpfit_server.engine.cuda.runtime.driver_calls import as_record
+from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.lowering import are_valid
+from warpfit_server.shared_batch import BatchSummary
 
 LEAVES = {VARIABLE, PARAMETER, CONSTANT}
 #: Stack levels that a case label takes values from.
@@ -98,15 +104,6 @@ def test_the_stack_stays_flat_on_long_chains(name):
             program = Program.apply(row, *operands)
         chains.append(program)
     assert check(Batch.of([*chains, X, *chains]), share=2) <= 2
-
-
-@pytest.mark.parametrize("depth", range(1, 40, 3))
-def test_row_invariant_subtrees_of_any_height(depth):
-    p, program = Program.parameter(0), Program.parameter(1)
-    for _ in range(depth):
-        program = Program.apply("sub", p, program)
-    either = [program, Program.apply("add", program, X), Program.apply("where", p, X, program)]
-    check(Batch.of(either, [[1.0, 2.0][: p.parameters] for p in either]))
 
 
 def test_a_negative_zero_is_an_index():
@@ -202,16 +199,6 @@ def test_programs_are_sorted_in_each_group(group, levels):
     check_order(lower_on_host(batch, group=group, levels=levels), group, levels)
 
 
-def test_groups_with_an_invalid_program_are_skipped():
-    batch = Batch.of([X] * 6)
-    damaged = replace(batch, values=np.array([0.0, 0.0, 0.0, 0.5, 0.0, 0.0]))
-    found = lower_on_host(damaged, group=2)
-    assert found.first_invalid.tolist() == [source.ALL_VALID, 3, source.ALL_VALID]
-    assert ((found.order & source.SKIPPED) != 0).tolist() == [False, False, True, True] + [
-        False
-    ] * 2
-
-
 def test_slots_find_their_parameters_with_several_vectors():
     x, p, q = Program.variable(0), Program.parameter(0), Program.parameter(1)
     drawn = [Program.apply("add", x, Program.apply("mul", p, q)), Program.apply("add", x, p)]
@@ -219,3 +206,72 @@ def test_slots_find_their_parameters_with_several_vectors():
     lowered = lower_on_host(batch)
     firsts = lowered.programs[:, 2]
     assert lowered.slots[firsts, 2:].tolist() == [[0, 2], [6, 1]]
+
+
+# ----------------------------------------------------------------------------------------- launches
+
+
+FAST = Variant(Arithmetic.FAST, 16)
+LIMITS = launches.LaunchLimits(*[0] * 6, level_bytes=2048, max_warps=2, resident_warps=32 * 132)
+
+
+def configured(limits, bounds, max_jobs, programs, vectors):
+    """Return the record of a batch whose launches are configured."""
+    record = launches.new_batch((9, programs, 0, vectors), 1, 0, 0, 0)
+    launches.configure_launch(record, as_record(limits), 9, *bounds, max_jobs)
+    return record.view(np.recarray)[0]
+
+
+@pytest.mark.parametrize("costly", [False, True])
+def test_one_warp_has_room_for_any_program(costly):
+    for warps, levels, usual in product([1, 2, 3, 8], [0, 1, 4, 7, 21], [0, 2, 4]):
+        bounds = BatchBounds(levels, typical_levels=min(usual, levels), costly=costly)
+        limits = LIMITS._replace(max_warps=warps)
+        config = configured(limits, bounds, 300, 300, 1)
+        most = levels + config.scratch_levels
+        assert config.scratch_levels == 2 * costly
+        assert 1 <= config.warps <= warps
+        assert config.warps * config.levels >= most
+        assert config.levels >= bounds.typical_levels + config.scratch_levels
+        assert config.warps * config.levels * limits.level_bytes <= 48 * 1024 - 16
+        assert config.group == 300
+
+
+def bounds_of(batch):
+    """Return the bounds of a batch."""
+    return BatchBounds.of(BatchSummary.of(batch), costly_operators(FAST))
+
+
+@pytest.mark.parametrize(
+    ("names", "costly"), [(("add", "mul"), False), (("add", "sin"), True), (("where",), True)]
+)
+def test_bounds_follow_from_lengths_and_operators(names, costly):
+    rng = np.random.default_rng(1)
+    sizes = [3, 3, 3, 40, 90]
+    batch = Batch.of([random_program(rng, size, operators=names) for size in sizes])
+    bounds = bounds_of(batch)
+    lengths = batch.lengths.astype(int)
+    weighted = int(sum(lengths**2) // sum(lengths))
+    assert bounds.costly is costly
+    assert bounds.levels == launches.max_levels(int(max(lengths)), "where" in names)
+    assert bounds.typical_levels == launches.max_levels(weighted, "where" in names) <= bounds.levels
+
+
+def test_programs_with_the_most_slots_fit():
+    ternary = next(row for row in OPERATORS.values() if row.arity == 3)
+    program = Program.variable(0)
+    for number in range(20):
+        leaves = [Program.constant(float(number)), Program.constant(1.0)]
+        program = Program.apply(ternary, program, *leaves)
+    lowered = lower_on_host(Batch.of([program] * 7))
+    assert lowered.slot_counts().tolist() == [40] * 7
+    ends = lowered.programs[:, 2] + lowered.slot_counts()
+    assert (ends[:-1] <= lowered.programs[1:, 2]).all()
+    assert ends[-1] <= launches.max_slots(len(lowered.batch.codes), 7)
+
+
+def test_programs_that_are_too_long_are_refused():
+    BatchBounds.of(BatchSummary(0, launches.MAX_PROGRAM_TOKENS, 30, 0), 0)
+    with pytest.raises(ResourceExhaustedError) as refused:
+        BatchBounds.of(BatchSummary(0, launches.MAX_PROGRAM_TOKENS + 1, 30, 0), 0)
+    assert (refused.value.reason, refused.value.available) == ("PROGRAM_TOO_LONG", 1 << 18)

@@ -1,32 +1,45 @@
-"""The compiled tier without a GPU: what runs on which thread, and how rows are cut."""
+"""The compiled tier without a GPU: launches, the store of kernels, the chooser, the renderer."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-pytest.importorskip("cuda.bindings")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from support.emulators.host_device import install
+from support.emulators.ptx_on_host import run_kernel
+from support.random_programs import random_program
+from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit.dataset import Dataset
-from warpfit.errors import ProgramError
-from warpfit.ir import Batch
-from warpfit.ops import OPERATORS
+from warpfit.errors import ProgramError, UnavailableError
+from warpfit.expressions.reference import differentiate
+from warpfit.ir import Batch, Program
+from warpfit.ops import OPERATORS, VARIABLE, Operator
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Tier
-from warpfit_server.engine.cuda.jit import tier
-from warpfit_server.engine.cuda.jit.kernel_plan import MAX_GRAPHS, KernelPlan, best_layout
-from warpfit_server.engine.cuda.jit.kernel_store import MOST_BYTES
-from warpfit_server.engine.cuda.jit.tier import IdleGraphs
+from warpfit_server.engine.autodiff import (
+    BY_PARAMETERS,
+    lower_batch,
+)
+from warpfit_server.engine.cuda.jit import kernel_store, renderer, templates, tier
+from warpfit_server.engine.cuda.jit.kernel_plan import KernelInputs, best_layout
+from warpfit_server.engine.cuda.jit.renderer import Output
+from warpfit_server.engine.cuda.jit.templates import DeviceLibrary
+from warpfit_server.engine.cuda.runtime import compiler
 from warpfit_server.engine.cuda.runtime.datasets import upload
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.tier_chooser import Decision, TierChooser, TierCost, WorkKind
 from warpfit_server.engine.interface import Arithmetic, Outputs, run_to_end
+from warpfit_server.engine.lowering import Lowered
 
 
 @pytest.fixture
@@ -123,14 +136,6 @@ def test_rows_are_cut_into_launches_of_one_graph(monkeypatch, values, span, laun
 # -------------------------------------------------------------------------------------------- plans
 
 
-def test_kernels_get_blocks_by_their_work():
-    plan = KernelPlan(**dict.fromkeys([one.name for one in fields(KernelPlan)]))
-    plan = replace(plan, shares=np.array([0.001, 0.4, 0.599]))
-    assert plan.blocks(vectors=1, most=1000, total=100) == (1, 40, 60)
-    assert plan.blocks(vectors=10, most=5, total=100) == (1, 4, 5)
-    assert plan.blocks(vectors=1000, most=5, total=100) == (1, 1, 1)
-
-
 @pytest.mark.parametrize("arithmetic", Arithmetic)
 def test_layouts_fit_a_multiprocessor(arithmetic):
     for names in (("add", "mul"), ("add", "exp")):
@@ -144,25 +149,323 @@ def test_layouts_fit_a_multiprocessor(arithmetic):
 # ------------------------------------------------------------------------------------------- graphs
 
 
-def graph(key, size=1):
-    return SimpleNamespace(key=key, code_bytes=size)
+# ----------------------------------------------------------------------------- the store of kernels
 
 
-def test_each_graph_is_lent_once():
-    idle, first, second = IdleGraphs(), graph("a"), graph("a")
-    idle.keep(first)
-    idle.keep(second)
-    assert {id(idle.take("a")), id(idle.take("a"))} == {id(first), id(second)}
-    assert idle.take("a") is None
+@pytest.fixture
+def images(monkeypatch):
+    """Numbers of the modules that were loaded."""
+    found = []
+
+    def load_modules(_, cubins):
+        found.extend(int.from_bytes(cubin, "little") for cubin in cubins)
+        return [SimpleNamespace(get_function=lambda name: (name,)) for _ in cubins]
+
+    monkeypatch.setattr(kernel_store, "load_modules", load_modules)
+    return found
 
 
-def test_the_code_of_all_graphs_is_bounded():
-    idle = IdleGraphs()
-    for number in range(10):
-        idle.keep(graph(number, MOST_BYTES // 4))
-    assert list(idle) == [6, 7, 8, 9]
-    idle.keep(graph("large", MOST_BYTES + 1))
-    assert "large" not in idle
-    for number in range(2 * MAX_GRAPHS):
-        idle.keep(graph(f"small {number}"))
-    assert len(idle) == MAX_GRAPHS
+def test_another_process_compiles_what_this_one_would(tmp_path):
+    device = SimpleNamespace(cache_directory=tmp_path, architecture=90)
+    batch = Batch.of([parse("p1*x1 + exp(x2)"), parse("x1 / 3")], [[1.0], []])
+    output, programs = Output(loss="squares"), lower_batch(batch, 0).part(0, 2)
+    store = kernel_store.KernelStore(device, cores=4)
+    try:
+        key = store.key(Arithmetic.FAST, output, programs)
+        job = store.compile_queue.submit(key, partial(store._cubin, key), urgent=True)
+        assert job.result(120) == kernel_store.compile_kernel(
+            (90, Arithmetic.FAST, output, programs)
+        )
+        assert store.disk.get(key.text) == job.result()
+    finally:
+        store.close()
+
+
+class TestKernelStore:
+    """The programs and the text of a key are a number here, and so is the machine code."""
+
+    @pytest.fixture
+    def store(self, images, tmp_path, monkeypatch):
+        self.gates, self.begun = {}, threading.Event()
+
+        def run(_, job):
+            *_, text = job
+            self.begun.set()
+            if text in self.gates:
+                self.gates[text].wait(10)
+            if text == "bad":
+                raise ValueError("does not link")
+            return int(text).to_bytes(4, "little")
+
+        monkeypatch.setattr(kernel_store.CompileProcess, "run", run)
+        device = SimpleNamespace(cache_directory=tmp_path, architecture=90)
+        store = kernel_store.KernelStore(device, cores=16)
+        yield store
+        store.close()
+
+    @staticmethod
+    def keys(*texts):
+        return [kernel_store.KernelKey(None, None, text, text) for text in texts]
+
+    def test_kernels_are_loaded_when_the_last_is_compiled(self, store, images):
+        self.gates["3"] = threading.Event()
+        wanted = self.keys("1", "2", "3", "2")
+        loaded = store.request(wanted)
+        time.sleep(0.1)
+        assert images == []
+        assert store.find(wanted) is None
+        self.gates["3"].set()
+        assert loaded.result(10).keys() == set(wanted)
+        assert sorted(images) == [1, 2, 3]
+        assert [kernel.function[0] for kernel in store.find(wanted)] == ["evaluate"] * 4
+        assert store.request(wanted).result(10) == loaded.result()
+        assert len(images) == 3
+
+    def test_a_failed_compilation_is_raised_and_logged(self, store, images, caplog):
+        with pytest.raises(ValueError, match="does not link"):
+            store.request(self.keys("1", "bad")).result(10)
+        assert "kernels were not loaded: does not link" in caplog.text
+        assert images == []
+        assert store.request(self.keys("1")).result(10)  # from disk
+
+    def test_kernels_that_are_evicted_stay_with_their_users(self, store, images, monkeypatch):
+        monkeypatch.setattr(kernel_store, "MOST_KERNELS", 4)
+        wanted = self.keys(*map(str, range(1, 9)))
+        loaded = store.request(wanted, urgent=True).result(10)
+        assert len(loaded) == 8
+        assert store.counters()["module_cache_entries"] == 4
+        assert store.counters()["module_cache_evictions"] == 4
+        assert store.find(wanted[4:]) is not None
+        assert store.find(wanted[:4]) is None
+
+    def test_closing_ends_pending_requests(self, store):
+        self.gates["1"] = threading.Event()
+        waiting = store.request(self.keys("1"))
+        assert self.begun.wait(10)
+        threading.Timer(0.1, self.gates["1"].set).start()
+        store.close()
+        with pytest.raises(UnavailableError):
+            waiting.result(0)
+
+
+# ----------------------------------------------------------------------------- the chooser of tiers
+
+
+FAST = WorkKind(Arithmetic.FAST)
+LARGE = 300 * 30 * 1_000_000
+SMALL = 300 * 30 * 100
+
+
+def _chooser(threads=16):
+    """A tier chooser for which compiled kernels launch more slowly and then run faster."""
+    tiers = {
+        (Tier.INTERPRETER, Arithmetic.FAST): TierCost(20e-6, 6e12),
+        (Tier.COMPILED, Arithmetic.FAST): TierCost(60e-6, 12e12),
+    }
+    return TierChooser(threads, tiers)
+
+
+def test_compiles_once_when_the_savings_forgone_reach_the_price():
+    chooser = _chooser()
+    saving = chooser.costs[Tier.INTERPRETER, FAST].seconds(LARGE)
+    saving -= chooser.costs[Tier.COMPILED, FAST].seconds(LARGE)
+    price = 300 * 0.012 / 16
+    count = int(price / saving) + 5
+    decisions = [chooser.choose("a", FAST, LARGE, 300, loaded=False) for _ in range(count)]
+    turn = decisions.index(Decision.INTERPRET_AND_COMPILE)
+    assert turn == pytest.approx(price / saving, abs=1.5)
+    assert set(decisions[:turn]) == set(decisions[turn + 1 :]) == {Decision.INTERPRET}
+    assert chooser.choose("a", FAST, LARGE, 300, loaded=True) is Decision.COMPILED
+
+
+def test_costs_follow_observation():
+    chooser = _chooser()
+    truth = TierCost(launch=1e-3, rate=5e12)
+    for turn in range(400):
+        work = SMALL if turn % 2 else LARGE
+        chooser.observe(Tier.COMPILED, FAST, work, truth.seconds(work))
+    learnt = chooser.costs[Tier.COMPILED, FAST]
+    assert learnt.launch == pytest.approx(truth.launch, rel=0.02)
+    assert learnt.rate == pytest.approx(truth.rate, rel=0.02)
+
+
+def test_a_tier_that_looked_slow_is_tried_again_after_a_while():
+    chooser = _chooser()
+    usual = chooser.costs[Tier.INTERPRETER, FAST].seconds(LARGE)
+    for _ in range(60):
+        chooser.observe(Tier.COMPILED, FAST, LARGE, 20 * usual)
+    choices = []
+    for _ in range(3_000):
+        chooser.observe(Tier.INTERPRETER, FAST, LARGE, usual)
+        choices.append(chooser.choose("a", FAST, LARGE, 300, loaded=True))
+    assert set(choices[:300]) == {Decision.INTERPRET}
+    assert choices[-1] is Decision.COMPILED
+
+
+# ------------------------------------------------------------------------------------- the renderer
+
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+OUTPUTS = (
+    Output(loss="squares", rows=4),
+    Output(values=True, rows=2, threads=512),
+    Output(values=True, loss="absolute", weighted=True, rows=1, threads=1024),
+)
+
+
+def build(arithmetic: Arithmetic, architecture: int, *, derivatives: bool = False) -> DeviceLibrary:
+    return templates.build(arithmetic, architecture, derivatives=derivatives)
+
+
+def fitting(output: Output, arithmetic: Arithmetic) -> Output:
+    """Output as far as the arithmetic allows: wide values take more registers."""
+    word = arithmetic.dtype.itemsize
+    return replace(
+        output, rows=min(output.rows, 16 // word), threads=min(output.threads, 4096 // word)
+    )
+
+
+def lowered(*programs: Program, gradient: bool = False) -> Lowered:
+    counts = [np.ones(program.parameters) for program in programs]
+    found = lower_batch(Batch.of(programs, counts), BY_PARAMETERS * gradient)
+    return found.part(0, len(programs))
+
+
+def operator_program(operator: Operator) -> Program:
+    """Apply an operator to variables, and once more to a variable and parameters."""
+    over_rows = Program.apply(operator, *(Program.variable(i) for i in range(operator.arity)))
+    leaves = [Program.variable(0), Program.parameter(0), Program.parameter(1)]
+    return Program.apply("add", over_rows, Program.apply(operator, *leaves[: operator.arity]))
+
+
+def text_of(
+    arithmetic: Arithmetic, output: Output, *programs: Program, architecture: int = 90
+) -> str:
+    kernels = {"evaluate": lowered(*programs)}
+    return renderer.module(build(arithmetic, architecture), fitting(output, arithmetic), kernels)
+
+
+def shifted(operator: Operator) -> Program:
+    """Operator over variables shifted by parameters of their own, and a power of the result."""
+    variables, parameters = (
+        [leaf(i) for i in range(operator.arity)] for leaf in (Program.variable, Program.parameter)
+    )
+    operands = map(partial(Program.apply, "add"), variables, parameters)
+    square = Program.apply("pow", Program.apply(operator, *operands), Program.constant(2.0))
+    return Program.apply("add", square, Program.apply(operator, *parameters[:1] * operator.arity))
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(
+            number, marks=() if number == 5 else pytest.mark.thorough, id=str(architecture)
+        )
+        for number, architecture in enumerate(ARCHITECTURES)
+    ],
+)
+def test_every_operator_assembles(number: int) -> None:
+    """Values and losses for each architecture, gradients of all arithmetics for every other one."""
+    architecture, arithmetic = ARCHITECTURES[number], list(Arithmetic)[number % 3]
+    works = [(fitting(OUTPUTS[number % 3], arithmetic), operator_program)]
+    if number % 2:
+        loss = ("squares", "absolute")[number // 2 % 2]
+        works.append(
+            (Output(loss=loss, gradient=True, weighted=True, rows=1, threads=256), shifted)
+        )
+    device_library = build(arithmetic, architecture, derivatives=len(works) > 1)
+    for output, program_of in works:
+        programs = [program_of(operator) for operator in OPERATORS.values()]
+        kernels = {
+            f"group_{start}": lowered(*programs[start : start + 5], gradient=output.gradient)
+            for start in range(0, len(programs), 5)
+        }
+        text = renderer.module(device_library, output, kernels)
+        cubin = compiler.link(text, architecture, device_library.functions)
+        assert all(name.encode() in cubin for name in kernels)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    arithmetic=st.sampled_from(Arithmetic),
+    output=st.sampled_from(OUTPUTS),
+    group=st.integers(1, 6),
+)
+def test_random_programs_assemble(
+    seed: int, arithmetic: Arithmetic, output: Output, group: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    programs = [
+        random_program(rng, int(rng.integers(1, 30)), operators=tuple(OPERATORS))
+        for _ in range(group)
+    ]
+    text = text_of(arithmetic, output, *programs)
+    assert compiler.link(text, 90, build(arithmetic, 90).functions)
+
+
+@pytest.mark.parametrize("arithmetic", [Arithmetic.PRECISE, Arithmetic.DOUBLE])
+def test_precise_arithmetic_is_never_contracted(arithmetic: Arithmetic) -> None:
+    a, b, c = (Program.variable(i) for i in range(3))
+    total = Program.apply("add", Program.apply("mul", a, b), c)
+    text = text_of(arithmetic, Output(values=True, rows=1), total)
+    assert f"mul.rn.{arithmetic.type_name}" in text
+    assert f"add.rn.{arithmetic.type_name}" in text
+    assert f"fma.rn.{arithmetic.type_name}" not in text
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "alike"),
+    [
+        ("constant", "parameter", True),
+        ("constant", "other constant", True),
+        ("two parameters", "one parameter twice", False),
+        ("square", "constant power", False),
+    ],
+)
+def test_kernels_do_not_depend_on_numbers(first: str, second: str, alike: bool) -> None:
+    x = Program.variable(0)
+    examples = {
+        "constant": Program.apply("add", x, Program.constant(2.5)),
+        "other constant": Program.apply("add", x, Program.constant(-7.0)),
+        "parameter": Program.apply("add", x, Program.parameter(3)),
+        "two parameters": Program.apply("add", Program.parameter(0), Program.parameter(1)),
+        "one parameter twice": Program.apply("add", Program.parameter(0), Program.parameter(0)),
+        "square": Program.apply("pow", x, Program.constant(2.0)),
+        "constant power": Program.apply("pow", x, Program.constant(2.5)),
+    }
+    left, right = (
+        b"".join(array.tobytes() for array in lowered(x, examples[name]))
+        for name in (first, second)
+    )
+    assert (left == right) is alike
+
+
+@pytest.mark.parametrize("loss", ["squares", "absolute"])
+def test_kernels_compute_values_losses_and_gradients(loss: str) -> None:
+    """Against float64 derivatives, in the fast arithmetic of an emulated device."""
+    programs, vectors = smooth_programs()
+    data = make_dataset(50, weights=True)
+    columns, target, weights = data.matrix.astype(float), data.target, data.weights
+    output = Output(values=True, loss=loss, gradient=True, weighted=True, rows=1)
+    for program, vector in zip(programs, vectors, strict=True):
+        batch = Batch.of([program], [vector])
+        found = lower_batch(batch, BY_PARAMETERS)
+        inputs = KernelInputs.of(found, batch)
+        numbers = np.zeros((1, inputs.starts[-1]), np.float32)
+        inputs.fill(batch, numbers)
+        text = renderer.module(
+            build(Arithmetic.FAST, 90, derivatives=True), output, {"evaluate": found.part(0, 1)}
+        )
+        read = np.unique(program.values[program.codes == VARIABLE]).astype(int)
+        given = [columns[index].astype(np.float32) for index in read]
+        given += [target.astype(np.float32), weights.astype(np.float32)]
+        sums, (stored,) = run_kernel(text, numbers[0], given)
+        values, slopes = differentiate(program, columns, vector)
+        np.testing.assert_allclose(stored, values, rtol=1e-5, atol=1e-5)
+        deviation = values - target
+        factor = deviation if loss == "squares" else np.sign(deviation)
+        want = [(weights * deviation * factor).sum(), *(slopes * factor * weights).sum(axis=-1)]
+        present = [0, *(1 + np.unique(found.entries["leaf"]))]
+        np.testing.assert_allclose(sums, np.array(want)[present], rtol=1e-4, atol=1e-4)
+        assert not np.delete(want, present).any()

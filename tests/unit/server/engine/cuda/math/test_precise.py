@@ -1,23 +1,28 @@
-"""Precise arithmetic's elementary functions, by the device's source compiled for this machine."""
+"""Precise arithmetic and sums over rows, by the device's source compiled for this machine."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from support.emulators.cuda_on_host import compile_for_host
+from support.emulators.cuda_on_host import compile_for_host, launch_on_host
 from support.engines.accuracy import BOUNDS as BOUNDS_TABLE
 from support.engines.accuracy import excess, ulps
 from support.engines.hard_cases import exact_values, hard_operands
 from support.engines.operators import operand_rows
 from warpfit.expressions import special
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.cuda.math.prelude import precise_calls, prelude, render
+from warpfit_server.engine.cuda.math.prelude import prelude, sum_tree
 from warpfit_server.engine.interface import Arithmetic
+from warpfit_server.engine.sum_tree import levels_between, sum_nodes
 
 #: Bounds in ulp, reference errors included.
 BOUNDS = {
@@ -158,15 +163,74 @@ def test_digamma_is_the_reference(arithmetic: Arithmetic) -> None:
     assert np.where(same, 0.0, error).max() < (1e-6 if arithmetic is Arithmetic.PRECISE else 1e-13)
 
 
-def test_names_of_functions_are_replaced_and_nothing_else() -> None:
-    expression = "select(a < 0, exp(-abs(a)), log1p(pow(a, b)) + expm1(sqrt(b)))"
-    assert precise_calls(expression) == (
-        "select(a < 0, exponential(-abs(a)), log1p(power(a, b)) + expm1(root(b)))"
-    )
+# ----------------------------------------------------------------------------------- sums over rows
 
 
-def test_literals_are_rendered_with_the_type() -> None:
-    assert render("select(a > 0, 1.5e-3, log1p(b) * 2)", "float") == (
-        "select(a > float(0), float(1.5e-3), log1p(b) * float(2))"
+_ENTRIES = """
+struct Nodes { double *sums, *parents; long long first, nodes, count, pitch, levels; };
+extern "C" __global__ void add_nodes(const __grid_constant__ Nodes n) {
+  sum_nodes(n.sums, n.first, n.nodes, n.count, n.pitch, n.levels);
+  if (threadIdx.x) return;
+  for (long long p = 0; p < parent_count(n.first, n.nodes, n.levels); ++p)
+    for (long long k = 0; k < n.count; ++k)
+      n.parents[p * n.count + k] = n.sums[parent_place(n.first, p, n.levels) * n.pitch + k];
+}
+struct Groups { const double* values; double* sums; long long groups; };
+template <int N> static double sum_groups(const double* values) {
+  double v[N];
+  for (int g = 0; g < N; ++g) v[g] = values[32 * g + threadIdx.x];
+  return group_sum(v, threadIdx.x);
+}
+extern "C" __global__ void add_groups(const __grid_constant__ Groups g) {
+  const double sum = g.groups == 1 ? sum_groups<1>(g.values) : g.groups == 2 ?
+      sum_groups<2>(g.values) : sum_groups<4>(g.values);
+  g.sums[threadIdx.x] = sum;
+}
+"""
+
+
+@functools.cache
+def kernels() -> ctypes.CDLL:
+    return compile_for_host("typedef float real;\n" + sum_tree() + _ENTRIES)
+
+
+def run_kernel(kernel: str, *words: Any) -> None:
+    arguments = np.array(
+        [word.ctypes.data if isinstance(word, np.ndarray) else word for word in words],
+        dtype=np.int64,
     )
-    assert render("__fdividef(1.0f, a)", "float") == "__fdividef(1.0f, a)"
+    sizes = (1, 1, 1), (32, 1, 1)
+    assert launch_on_host(kernels(), kernel, *sizes, [arguments.ctypes.data])
+
+
+def parent_nodes(nodes, first, levels):
+    """Add up sums of nodes to those of the nodes so many levels above."""
+    numbers = first + np.arange(len(nodes))
+    edges = np.flatnonzero(np.diff(numbers >> levels)) + 1
+    groups = zip(np.split(nodes, edges), numbers[[0, *edges]], strict=True)
+    return np.stack([sum_nodes(group, int(number)) for group, number in groups])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**40), st.integers(1, 5000), st.integers(0, 14), st.integers(1, 3))
+def test_nodes_are_added_up_as_on_the_cpu(first, nodes, levels, count):
+    sums, pitch = np.random.default_rng(nodes).normal(size=(nodes, 3)), 3
+    given_sums = sums[:, :count].copy()
+    parents = parent_nodes(given_sums, first, levels)
+    found = np.zeros_like(parents)
+    run_kernel("add_nodes", sums, found, first, nodes, count, pitch, levels)
+    np.testing.assert_array_equal(found, parents)
+    whole = np.zeros((1, count))
+    run_kernel("add_nodes", given_sums, whole, first, nodes, count, count, levels_between(1, None))
+    np.testing.assert_array_equal(whole[0], sum_nodes(parents, first >> levels))
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_groups_of_a_tile_are_added_up_like_tiles_of_one_group(groups):
+    values, sums = np.random.default_rng(1).normal(size=(groups, 32)), np.zeros(32)
+    alone = np.zeros((groups, 32))
+    for number in range(groups):
+        run_kernel("add_groups", values[number], alone[number], 1)
+    run_kernel("add_groups", values, sums, groups)
+    np.testing.assert_array_equal(sums, sum_nodes(alone, 0))
+    np.testing.assert_allclose(sums, values.sum())

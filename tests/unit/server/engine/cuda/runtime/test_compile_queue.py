@@ -1,18 +1,22 @@
-"""The queue of compilations, and the processes that run them."""
+"""The queue of compilations, the processes that run them, and the compiler."""
 
 from __future__ import annotations
 
+import builtins
 import os
-import subprocess
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from support.servers.server import eventually
 from warpfit.errors import InternalError, ResourceExhaustedError, UnavailableError
-from warpfit_server.engine.cuda.runtime import compile_queue
+from warpfit_server.engine.cuda.runtime import compile_queue, compiler
 from warpfit_server.engine.cuda.runtime.compile_queue import CompileProcess, CompileQueue
+from warpfit_server.engine.cuda.runtime.compiler import with_jump_table
+from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.process import create_engine
 
 #: A process for which a job is an expression of Python.
 MODULE = """
@@ -56,26 +60,12 @@ def ask(expression):
     return lambda process: process.run(expression)
 
 
-def wait_until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def is_alive(number):
     """Tell whether there is a process, which is no zombie."""
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:  # the file is not there, or is one of a process that has ended since
         return False
-
-
-@pytest.mark.parametrize(("cores", "processes"), [(1, 1), (7, 1), (16, 4), (64, 8)])
-def test_a_quarter_of_the_cores_compiles(cores, processes):
-    queue = CompileQueue(cores, "none")
-    queue.close()
-    assert queue.processes == processes
 
 
 class TestProcess:
@@ -98,23 +88,6 @@ class TestProcess:
         assert caught.value.reason == "COMPILER_DIED"
         assert process.run("7") == 7
 
-    def test_one_that_is_aborted_while_it_starts_runs_nothing(self, process, monkeypatch):
-        begin = subprocess.Popen
-
-        def start(*arguments, **options):
-            child = begin(*arguments, **options)
-            process.abort()  # by another thread, which finds no process yet
-            return child
-
-        monkeypatch.setattr(subprocess, "Popen", start)
-        with pytest.raises(InternalError):
-            process.run("time.sleep(60)")
-
-    def test_it_ends_when_the_process_that_started_it_has_gone(self, process):
-        number = process.run("os.getpid()")
-        os.close(process._child.stdin.fileno())
-        wait_until(lambda: not is_alive(number))
-
 
 class TestQueue:
     def test_a_key_is_compiled_once_at_a_time(self, queue):
@@ -134,7 +107,7 @@ class TestQueue:
     def test_jobs_that_callers_wait_for_come_first(self, queue):
         order, gate = [], threading.Event()
         first = queue.submit("first", lambda _: gate.wait(10))
-        wait_until(lambda: queue._running)
+        eventually(lambda: queue._running)
         futures = [
             queue.submit(name, lambda _, name=name: order.append(name), urgent=name > "m")
             for name in "abxcy"
@@ -155,23 +128,18 @@ class TestQueue:
         assert futures[2] is None
         assert urgent.result(10)
 
-    def test_errors_reach_the_future_and_do_not_stop_the_threads(self, queue):
-        with pytest.raises(InternalError, match="cannot compile"):
-            queue.submit("bad", ask("fail(ValueError('cannot compile'))")).result(20)
-        assert queue.submit("good", ask("3")).result(20) == 3
-
     @pytest.mark.parametrize("queue", [8], indirect=True)
     def test_processes_run_at_the_same_time_and_end_when_they_are_idle(self, queue, monkeypatch):
         monkeypatch.setattr(compile_queue, "_IDLE_SECONDS", 0.5)
         jobs = [queue.submit(n, ask("(time.sleep(0.3), os.getpid())[1]")) for n in range(2)]
         numbers = [job.result(20) for job in jobs]
         assert len(set(numbers)) == 2
-        wait_until(lambda: not any(map(is_alive, numbers)))
+        eventually(lambda: not any(map(is_alive, numbers)))
         assert queue.submit("again", ask("3")).result(20) == 3
 
     def test_closing_fails_all_jobs_at_once_and_later_ones(self, queue):
         running = queue.submit("running", ask("time.sleep(60)"))
-        wait_until(lambda: queue._running)
+        eventually(lambda: queue._running)
         queued = queue.submit("queued", lambda _: 2)
         started = time.monotonic()
         queue.close()
@@ -182,3 +150,97 @@ class TestQueue:
         with pytest.raises(UnavailableError):
             queue.submit("late", lambda _: 3, urgent=True)
         assert queue.submit("late", lambda _: 3) is None
+
+
+# ------------------------------------------------------------------------------------- the compiler
+
+
+KERNEL = 'extern "C" __global__ void fill(int *place) { *place = 1; }'
+
+
+@pytest.fixture
+def destroyed(monkeypatch):
+    """Programs that were destroyed."""
+    found, destroy = [], compiler.nvrtc.nvrtcDestroyProgram
+
+    def note(program):
+        found.append(program)
+        return destroy(program)
+
+    monkeypatch.setattr(compiler.nvrtc, "nvrtcDestroyProgram", note)
+    return found
+
+
+@pytest.mark.parametrize("compile_source", [compiler.to_ptx, compiler.to_cubin])
+def test_a_program_that_does_not_compile_is_destroyed_and_its_log_is_told(
+    destroyed, compile_source
+):
+    with pytest.raises(InternalError, match="nonsense"):
+        compile_source("nonsense", 90)
+    assert len(destroyed) == 1
+
+
+def test_the_jump_table_leads_where_the_tree_does():
+    ptx = """
+\tmov.b32 %r1, %r9; // dispatch
+\tsetp.gt.s32 %p1, %r1, 1;
+\t@%p1 bra $high;
+\tsetp.eq.s32 %p2, %r1, 0;
+\tmov.f32 %f1, %f2;
+\t@%p2 bra $zero;
+\tbra.uni $one;
+$high:
+\tadd.f32 %f1, %f1, %f3;
+\tbra.uni $end;
+$zero:
+\tneg.f32 %f1, %f1;
+\tbra.uni $end;
+$one:
+\tabs.f32 %f1, %f1;
+$end:
+\tret;
+"""
+    text = with_jump_table(ptx, 3)
+    assert "brx.idx.uni %r1, $cases;" in text
+    blocks = {
+        head: body.split("$")[0].split()
+        for head, body in (part.split(":", 1) for part in text.split("$case_")[4:7])
+    }
+    moved = {label: "mov.f32" in body for label, body in blocks.items()}
+    assert moved == {"0": True, "1": True, "2": False}
+    for label, operation in enumerate(("neg.f32", "abs.f32", "add.f32")):
+        entry = text.split(f"$case_{label}:\n")[1].split("bra.uni ")[1].split(";")[0]
+        assert text.split(f"{entry}:\n")[1].split()[0] == operation
+
+
+# --------------------------------------------------------------------------- a machine without CuPy
+
+
+@pytest.fixture
+def no_cupy(monkeypatch, request):
+    """Make ``import cupy`` raise the parameter."""
+    original = builtins.__import__
+
+    def failing(name, *arguments, **named):
+        if name == "cupy":
+            raise request.param
+        return original(name, *arguments, **named)
+
+    monkeypatch.setattr(builtins, "__import__", failing)
+
+
+@pytest.mark.parametrize(
+    ("no_cupy", "remedy"),
+    [
+        (ImportError("No module named 'cupy'"), "pip install"),
+        (PermissionError(13, "Permission denied", "/.cupy"), "--cache-dir"),
+    ],
+    indirect=["no_cupy"],
+    ids=["missing", "no cache"],
+)
+def test_cuda_without_cupy_is_an_error_that_names_the_remedy(no_cupy, remedy):
+    with pytest.raises(UnavailableError, match=remedy) as caught:
+        CudaDevice()
+    assert caught.value.reason == "NO_CUPY"
+    with pytest.raises(UnavailableError):
+        create_engine("cuda")

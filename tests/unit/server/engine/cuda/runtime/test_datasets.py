@@ -220,23 +220,6 @@ def test_evaluations_at_the_same_time_do_not_disturb_each_other(seed):
     assert device.used == 0
 
 
-def test_evaluations_take_turns_from_window_to_window():
-    device, log = FakeDevice(), []
-    streamed = streamed_on(device)
-    work = [sums_of(device, streamed, (0, ROWS), log=log, chunks=1) for _ in range(3)]
-    waiting = dict.fromkeys(work, device.done)
-    while len(waiting) == len(work):
-        for steps in [steps for steps in work if waiting[steps].done()]:
-            try:
-                waiting[steps] = next(steps) or device.done
-            except StopIteration:
-                del waiting[steps]
-    # The first two have asked for all buffers, and then for more, before the third one asks.
-    assert len(log) > 20
-    assert all(len(set(log[at : at + 9])) == 3 for at in range(len(log) - 9))
-    assert all(len(set(log[at : at + 4])) == 3 for at in range(9, len(log) - 4))
-
-
 @pytest.mark.parametrize("seed", range(7, 14))
 def test_the_pages_are_unlocked_when_the_last_user_is_gone(seed):
     device = FakeDevice(seed)

@@ -1,11 +1,17 @@
-"""Processors and memory that a process may use."""
+"""Processors and memory that a process may use, stuck evaluations, directories of servers."""
+
+from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tempfile
+from multiprocessing import get_context
 
+import numpy as np
 import pytest
 
+from warpfit_server.system.lifetime import ServerDirectory, StuckDetector
 from warpfit_server.system.machine import ControlGroups, available_cores, available_memory
 
 GIB = 1 << 30
@@ -54,13 +60,6 @@ def test_cores_of_a_container(groups, limit, cores):
     assert available_cores(groups("0::/\n", **{"cpu.max": limit})) == cores
 
 
-@pytest.mark.parametrize(
-    ("limit", "gib"), [("max\n", 64), (f"{8 * GIB}\n", 8), (f"{900 * GIB}\n", 64)]
-)
-def test_memory_of_a_container(groups, limit, gib):
-    assert available_memory(groups("0::/\n", **{"memory.max": limit})) == gib * GIB
-
-
 def test_the_narrowest_group_counts(groups):
     files = {
         "system.slice/cpu.max": "200000 100000\n",
@@ -87,12 +86,6 @@ def test_groups_of_version_1(groups, quota, bytes_, cores, gib):
     names = "5:memory:/docker/f00\n4:cpu,cpuacct:/docker/f00\n1:name=systemd:/docker/f00\n"
     assert available_cores(groups(names, **files)) == cores
     assert available_memory(groups(names, **files)) == gib * GIB
-
-
-def test_this_process_has_some(monkeypatch):
-    monkeypatch.undo()
-    assert 1 <= available_cores() <= len(os.sched_getaffinity(0))
-    assert available_memory() > 1 << 28
 
 
 _FAULTS = """
@@ -141,3 +134,65 @@ def test_freed_blocks_are_used_again_without_page_faults_and_kept_in_few_heaps()
     faults, heaps = map(int, ended.stdout.split())
     assert faults < 3_000, "the first ones have 1,024 pages; all have 102,400"
     assert heaps <= 4, "which there are for twelve threads"
+
+
+# ----------------------------------------------------------------------- evaluations that are stuck
+
+
+def test_only_an_evaluation_that_ignores_its_cancellation_is_stuck():
+    flag, other = np.zeros(1, np.uint8), np.zeros(1, np.uint8)
+    flags = {1: flag, 2: other}
+    detector = StuckDetector(30.0, flags.items)
+    assert not detector.is_stuck(1e9)
+    flag[0] = 1
+    assert not detector.is_stuck(1e9 + 1)
+    assert not detector.is_stuck(1e9 + 31)
+    assert detector.is_stuck(1e9 + 32)
+    del flags[1]
+    assert not detector.is_stuck(1e9 + 100)
+
+
+def test_the_next_request_in_the_same_segment_has_its_own_time():
+    flag = np.ones(1, np.uint8)  # of the segment, and so of both requests
+    flags = {1: flag}
+    detector = StuckDetector(30.0, flags.items)
+    assert not detector.is_stuck(1e9)
+    flags.clear()
+    flags[2] = flag
+    assert not detector.is_stuck(1e9 + 31)
+    assert detector.is_stuck(1e9 + 62)
+
+
+# -------------------------------------------------------------------------------------- directories
+
+
+_CONTEXT = get_context("fork")
+
+
+def hold(made):
+    """Be a server that has a directory, until somebody ends it."""
+    directory = ServerDirectory()
+    made.send(directory.path)
+    made.recv()
+
+
+def test_the_next_server_removes_the_directory_of_one_that_was_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ends, processes = [], []
+    for _ in range(2):
+        ours, theirs = _CONTEXT.Pipe()
+        ends.append(ours)
+        processes.append(_CONTEXT.Process(target=hold, args=(theirs,)))
+        processes[-1].start()
+    killed, living = (end.recv() for end in ends)
+    (tmp_path / "warpfit-server-of-nobody").mkdir()  # without a lock: it may be about to get one
+    processes[0].kill()
+    processes[0].join()
+    own = ServerDirectory()
+    assert not killed.exists()
+    assert set(tmp_path.iterdir()) == {own.path, living, tmp_path / "warpfit-server-of-nobody"}
+    assert own.path.stat().st_mode & 0o077 == 0
+    own.remove()
+    assert not own.path.exists()
+    processes[1].kill()
+    processes[1].join()

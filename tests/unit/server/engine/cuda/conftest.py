@@ -1,0 +1,25 @@
+"""What tests of the CUDA engine need: CUDA's compilers, and the lowering that engines load."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from warpfit_server.engine.autodiff import differentiate_chunk
+from warpfit_server.engine.native.numba_cache import load_chunk_function
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+if not all(map(_is_installed, ("cuda.bindings.nvrtc", "cuda.bindings.nvjitlink"))):
+    collect_ignore = ["jit", "runtime/test_compile_queue.py", "test_sources.py"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def lowering() -> None:
+    """Load it: a first call would compile it anew, for half a minute."""
+    load_chunk_function(differentiate_chunk)
