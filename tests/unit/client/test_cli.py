@@ -722,7 +722,7 @@ class Page(BaseHTTPRequestHandler):
 def metrics_page():
     """Serves a page of metrics that is what the test says."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Page)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield lambda text: setattr(Page, "text", text) or f"127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()

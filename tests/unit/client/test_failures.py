@@ -199,10 +199,10 @@ def test_other_errors_keep_all_fields_and_are_not_retried(client, server, error)
 @pytest.mark.parametrize(
     "call",
     [
-        lambda client: client.upload(X, timeout=0.3),
-        lambda client: client.open("a.parquet", timeout=0.3),
-        lambda client: client.info(timeout=0.3),
-        lambda client: client.evaluate(testing.client().upload(X), "x1", timeout=0.3),
+        lambda client: client.upload(X, timeout=0.15),
+        lambda client: client.open("a.parquet", timeout=0.15),
+        lambda client: client.info(timeout=0.15),
+        lambda client: client.evaluate(testing.client().upload(X), "x1", timeout=0.15),
     ],
     ids=["upload", "open", "info", "evaluate"],
 )

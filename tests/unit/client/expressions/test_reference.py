@@ -126,7 +126,7 @@ def test_numbers_count_as_columns(name):
         is_number = ~np.isnan(expected)
         np.testing.assert_array_equal(np.signbit(got)[is_number], np.signbit(expected)[is_number])
 
-    for number in edges:
+    for number in edges[::2]:
         column, fixed = np.full_like(edges, number), Program.constant(number)
         for pair, columns in (((x1, fixed), [edges, column]), ((fixed, x1), [column, edges])):
             expected = reference.evaluate_program(Program.apply(name, x1, x2), columns)
