@@ -30,11 +30,11 @@ def edge_values(dtype: DTypeLike = np.float64) -> list[float]:
     return [*exact, *(-value for value in exact), float("nan")]
 
 
-def numbers(dtype: DTypeLike = np.float64, *, edges: bool = True) -> st.SearchStrategy[float]:
-    """Floats exact in ``dtype``: ordinary ones, and edge values unless ``edges`` is false."""
+def numbers(dtype: DTypeLike = np.float64) -> st.SearchStrategy[float]:
+    """Floats exact in ``dtype``: ordinary ones, and edge values."""
     width = 32 if np.dtype(dtype).itemsize == 4 else 64
     ordinary = st.floats(-1e3, 1e3, width=width, allow_subnormal=False)
-    return ordinary | st.sampled_from(edge_values(dtype)) if edges else ordinary
+    return ordinary | st.sampled_from(edge_values(dtype))
 
 
 def leaves(
@@ -87,19 +87,6 @@ def programs(
 def vectors(count: int, dtype: DTypeLike = np.float64) -> st.SearchStrategy[NDArray[Any]]:
     """Parameter vectors, [count]."""
     return hnp.arrays(dtype, count, elements=numbers(dtype))
-
-
-@st.composite
-def matrices(
-    draw: st.DrawFn,
-    variables: int = 3,
-    max_rows: int = 40,
-    dtype: DTypeLike = np.float64,
-    edges: bool = True,
-) -> NDArray[Any]:
-    """Draw variable matrices, [variables, rows] with 1 to ``max_rows`` rows."""
-    rows = draw(st.integers(1, max_rows))
-    return draw(hnp.arrays(dtype, (variables, rows), elements=numbers(dtype, edges=edges)))
 
 
 #: NumPy's own float64 functions err by up to 4 ulp.
