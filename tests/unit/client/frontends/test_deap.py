@@ -207,10 +207,14 @@ def test_terminals_that_are_no_numbers():
         from_deap([SimpleNamespace(arity=0, value=None, name="None")])
 
 
-def test_a_deep_tree():
+def test_deep_trees_and_wide_sums():
     pset = scalar_set()
     neg, argument = pset.mapping["neg"], pset.mapping["ARG0"]
     assert len(from_deap(gp.PrimitiveTree([neg] * 20_000 + [argument]), pset)) == 20_001
+    wide = gp.PrimitiveSet("MAIN", 3)
+    wide.addPrimitive(lambda *terms: sum(terms), 3, name="add")
+    original = gp.PrimitiveTree.from_string("add(ARG0, add(ARG1, ARG1, 2), ARG2)", wide)
+    assert str(as_program(original)) == "x1 + (x2 + x2 + 2) + x3"
 
 
 @pytest.mark.parametrize("name", ["safeDiv", "protected_division"])
