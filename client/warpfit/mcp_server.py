@@ -43,7 +43,7 @@ from pydantic import Field, ValidationError, WithJsonSchema
 import warpfit
 from warpfit.aio import AsyncClient, AsyncUploadedDataset
 from warpfit.calls.proposals import Proposal, Proposals, for_json
-from warpfit.cli.standard_streams import tell
+from warpfit.cli.shared import tell
 from warpfit.cli.table import ColumnChoice, Table, table_of_file
 from warpfit.client import Client, connect
 from warpfit.display import shortened

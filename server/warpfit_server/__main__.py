@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from warpfit.cli.standard_streams import discard_output, open_standard_streams, tell
+from warpfit.cli.shared import discard_output, open_standard_streams, tell
 from warpfit.errors import WarpfitError
 from warpfit_server.config import Config
 from warpfit_server.observability.logs import configure_logging, json_line

@@ -15,12 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, NoReturn
 
-from warpfit.cli.parser import CommandParser
-from warpfit.cli.standard_streams import tell
+from warpfit.cli.shared import CommandParser, tell
 from warpfit.errors import InvalidArgumentError
 from warpfit.server_info import Limits
-from warpfit.transport.connection import is_loopback
-from warpfit.variables import CLIENT_VARIABLES, SERVER_VARIABLES, unknown_variables
+from warpfit.transport.connection import (
+    CLIENT_VARIABLES,
+    SERVER_VARIABLES,
+    is_loopback,
+    unknown_variables,
+)
 from warpfit_server.observability.logs import json_line
 from warpfit_server.system.machine import (
     EngineDevice,

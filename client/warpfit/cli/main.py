@@ -13,8 +13,8 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from warpfit.cli.parser import CommandParser
-from warpfit.cli.standard_streams import (
+from warpfit.cli.shared import (
+    CommandParser,
     discard_output,
     open_standard_streams,
     output_failure,

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from warpfit.cli.parser import CommandParser
+from warpfit.cli.shared import CommandParser
 from warpfit.cli.table import seconds, whole_from
 from warpfit.embedded import server_at
 from warpfit.errors import InvalidArgumentError, require

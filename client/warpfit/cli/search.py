@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from warpfit.calls.proposals import for_json
-from warpfit.cli.parser import CommandParser
-from warpfit.cli.standard_streams import writing_file
+from warpfit.cli.shared import CommandParser, writing_file
 from warpfit.cli.table import add_table_flags, read_table, seconds, whole_from
 from warpfit.errors import InvalidArgumentError, require
 from warpfit.expressions.language import to_text

@@ -21,7 +21,7 @@ from typing import IO, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.cli.standard_streams import tell
+from warpfit.cli.shared import tell
 from warpfit.errors import InvalidArgumentError, did_you_mean, require
 from warpfit.expressions.real_numbers import leaves_float64
 

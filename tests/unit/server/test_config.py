@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from warpfit.errors import InvalidArgumentError, UnavailableError
-from warpfit.variables import (
+from warpfit.transport.connection import (
     CLIENT_VARIABLES,
     SERVER_VARIABLES,
     unknown_variables,
