@@ -364,23 +364,6 @@ def test_rules_and_units_hold_in_pairs(search, units):
     assert found.pairs > 200
 
 
-@pytest.mark.parametrize("dimensionless", [False, True])
-@pytest.mark.parametrize("form", list(Form))
-def test_units_hold_in_every_front(search, dimensionless, form):
-    exponents = np.zeros((3, 7))
-    exponents[0, 0] = exponents[1, 2] = 1.0
-    exponents[2, [0, 2]] = 1.0
-    target = exponents[2]
-    data = table(noise=0.0)
-    found = search(data, units=Units(exponents, target, dimensionless), form=form)
-    assert len(found.front.batch) > 1
-    other = search(data, units=Units(exponents, exponents[0], dimensionless), form=form)
-    if dimensionless:
-        assert other.front.losses[-1] > found.front.losses[-1]
-    elif form is Form.SCALED:  # a slope of any unit makes up for that of the target
-        np.testing.assert_array_equal(other.front.losses, found.front.losses)
-
-
 # ---------------------------------------------------------------------------------------- odd data
 
 

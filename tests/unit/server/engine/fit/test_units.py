@@ -73,7 +73,7 @@ exponents = st.integers(-100, 100)  # 1e-30 to 1e30
 
 
 @pytest.mark.parametrize(("method", "loss"), EXACT_CASES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(exponents, exponents, exponents)
 @example(44, 0, 0)
 @example(100, -100, 100)
@@ -88,7 +88,7 @@ def test_powers_of_two_change_no_bit(method, loss, y, x1, x2):
 
 
 @pytest.mark.parametrize(("method", "loss"), CASES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(*[st.floats(-30, 30).map(lambda power: 10.0**power)] * 3)
 def test_other_factors_change_rounding_errors_only(method, loss, y, x1, x2):
     first, parameters = usual(method, loss)

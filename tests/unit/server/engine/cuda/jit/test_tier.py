@@ -385,7 +385,7 @@ def test_every_operator_assembles(number: int) -> None:
         assert all(name.encode() in cubin for name in kernels)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     arithmetic=st.sampled_from(Arithmetic),

@@ -183,7 +183,7 @@ def whole_sum(rows):
     return sum_nodes(terms[:, np.newaxis], rows[0])[0]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, ROWS - 1), st.integers(1, ROWS), st.integers(0, 99))
 def test_windows_give_the_bits_of_the_whole(start, count, seed):
     rows, device = (start, min(start + count, ROWS)), FakeDevice(seed)
@@ -196,7 +196,7 @@ def test_windows_give_the_bits_of_the_whole(start, count, seed):
     assert size <= device.copied <= size + extra
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, 999))
 def test_evaluations_at_the_same_time_do_not_disturb_each_other(seed):
     """One of them is cancelled at times, wherever it is."""
