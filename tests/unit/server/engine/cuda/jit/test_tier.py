@@ -31,9 +31,11 @@ from warpfit_server.engine.autodiff import (
     lower_batch,
 )
 from warpfit_server.engine.cuda.jit import kernel_store, renderer, templates, tier
-from warpfit_server.engine.cuda.jit.kernel_plan import KernelInputs, best_layout
+from warpfit_server.engine.cuda.jit.kernel_plan import MAX_GRAPHS, KernelInputs, best_layout
+from warpfit_server.engine.cuda.jit.kernel_store import MOST_BYTES
 from warpfit_server.engine.cuda.jit.renderer import Output
 from warpfit_server.engine.cuda.jit.templates import DeviceLibrary
+from warpfit_server.engine.cuda.jit.tier import IdleGraphs
 from warpfit_server.engine.cuda.runtime import compiler
 from warpfit_server.engine.cuda.runtime.datasets import upload
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
@@ -147,6 +149,30 @@ def test_layouts_fit_a_multiprocessor(arithmetic):
 
 
 # ------------------------------------------------------------------------------------------- graphs
+
+
+def graph(key, size=1):
+    return SimpleNamespace(key=key, code_bytes=size)
+
+
+def test_each_graph_is_lent_once():
+    idle, first, second = IdleGraphs(), graph("a"), graph("a")
+    idle.keep(first)
+    idle.keep(second)
+    assert {id(idle.take("a")), id(idle.take("a"))} == {id(first), id(second)}
+    assert idle.take("a") is None
+
+
+def test_the_code_of_all_graphs_is_bounded():
+    idle = IdleGraphs()
+    for number in range(10):
+        idle.keep(graph(number, MOST_BYTES // 4))
+    assert list(idle) == [6, 7, 8, 9]
+    idle.keep(graph("large", MOST_BYTES + 1))
+    assert "large" not in idle
+    for number in range(2 * MAX_GRAPHS):
+        idle.keep(graph(f"small {number}"))
+    assert len(idle) == MAX_GRAPHS
 
 
 # ----------------------------------------------------------------------------- the store of kernels
