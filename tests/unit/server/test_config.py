@@ -287,3 +287,10 @@ def test_brackets_of_an_address_do_not_matter(host):
     assert split_address(config.health_port) == ("::1", 7)
     assert split_address(config.metrics_port) == ("::1", 0)
     config.check_exposure()
+
+
+def test_threads_are_divided():
+    config = Config(devices="cpu:3", threads=8)
+    assert [config.engine_threads(number) for number in range(3)] == [3, 3, 2]
+    assert Config(devices="cpu:3", threads=1).engine_threads(2) == 1
+    assert Config(devices="cpu").engine_threads(0) is None

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 
@@ -18,7 +19,7 @@ from warpfit import CancelledError, Reason
 from warpfit.dataset import Dataset
 from warpfit.fitting import Accuracy
 from warpfit_server.engine.cpu.codegen import parts
-from warpfit_server.engine.fit import driver
+from warpfit_server.engine.fit import driver, triangles
 from warpfit_server.engine.fit.searches import EVALUATIONS
 from warpfit_server.system.machine import available_cores
 
@@ -262,3 +263,10 @@ def test_memory_is_estimated_and_released(method, kind):
     assert most / 1.3 < counted < 1.4 * most
     assert left < 0.15 * most
     assert grown < 0.15 * most
+
+
+def test_a_factorisation_looks_at_the_flag_of_cancellation():
+    matrix = np.array([2.0, 1.0, 2.0])
+    factorise = numba.njit(triangles.factorise)
+    assert factorise(matrix.copy(), 0, 2, 2, np.zeros(1, dtype=np.uint8))
+    assert not factorise(matrix.copy(), 0, 2, 2, np.ones(1, dtype=np.uint8))

@@ -10,10 +10,11 @@ import pytest
 from support.suites.pairs import *  # noqa: F403
 from support.suites.pairs import drawn, standardised
 from warpfit import parse
+from warpfit.dataset import Layout
 from warpfit.expressions import reference
 from warpfit.ir import Population
 from warpfit.ops import OPERATORS
-from warpfit.searching import Form
+from warpfit.searching import Form, SearchRequest
 from warpfit_server import limits
 from warpfit_server.engine.cpu import pairs
 from warpfit_server.engine.cpu.pairs import CpuWeigher
@@ -22,7 +23,7 @@ from warpfit_server.engine.search.library import formulas_of, library, relevant
 from warpfit_server.engine.search.pairs import PairSearch
 from warpfit_server.engine.search.views import factor_exponents
 from warpfit_server.engine.search.weighing import Fit
-from warpfit_server.limits import pair_search_bytes
+from warpfit_server.limits import pair_search_bytes, search_bytes
 
 NAMES = ("add", "sub", "mul", "div", "square", "sqrt", "exp", "log", "sin", "asin", "tanh")
 X = np.random.default_rng(0).uniform(1.0, 3.0, (60, 3)).T
@@ -262,3 +263,12 @@ def test_results_depend_neither_on_threads_nor_on_tiles(weigher, monkeypatch, no
         single.close()
     for one, two in zip(usual, other, strict=True):
         np.testing.assert_array_equal(one, two)
+
+
+def test_memory_of_pairs_is_admitted_with_a_search():
+    layout = Layout(rows=512, variables=3, has_target=True, dtype=np.float64)
+    with_pairs, without = (
+        search_bytes(SearchRequest(bytes(32), pairs=pairs, max_generations=1), layout)
+        for pairs in (True, False)
+    )
+    assert with_pairs - without == pair_search_bytes(512)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -26,8 +27,10 @@ from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS, VARIABLE, Operator
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Tier
+from warpfit_server.engine import autodiff as differentiating
 from warpfit_server.engine.autodiff import (
     BY_PARAMETERS,
+    differentiate_chunk,
     lower_batch,
 )
 from warpfit_server.engine.cuda.jit import kernel_store, renderer, templates, tier
@@ -42,6 +45,7 @@ from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.tier_chooser import Decision, TierChooser, TierCost, WorkKind
 from warpfit_server.engine.interface import Arithmetic, Outputs, run_to_end
 from warpfit_server.engine.lowering import Lowered
+from warpfit_server.engine.native.arguments import argument_block
 
 
 @pytest.fixture
@@ -495,3 +499,26 @@ def test_kernels_compute_values_losses_and_gradients(loss: str) -> None:
         present = [0, *(1 + np.unique(found.entries["leaf"]))]
         np.testing.assert_allclose(sums, np.array(want)[present], rtol=1e-4, atol=1e-4)
         assert not np.delete(want, present).any()
+
+
+def test_addresses_are_those_of_memory_that_lives(monkeypatch) -> None:
+    """Compiled code reads where its arguments lie; other threads would take memory that is free."""
+    blocks = []
+
+    def remembered(arrays):
+        block = argument_block(arrays)
+        blocks.append(weakref.ref(block))
+        return block
+
+    def looked_at(address, index):
+        assert blocks[-1]() is not None
+        return differentiate_chunk(address, index)
+
+    monkeypatch.setattr(differentiating, "argument_block", remembered)
+    monkeypatch.setattr(differentiating, "differentiate_chunk", looked_at)
+    assert (
+        lower_batch(
+            Batch.of([Program.apply("add", Program.variable(0), Program.constant(1.0))]), 0
+        ).headers["end"]
+        > 0
+    )

@@ -244,3 +244,18 @@ def test_cuda_without_cupy_is_an_error_that_names_the_remedy(no_cupy, remedy):
     assert caught.value.reason == "NO_CUPY"
     with pytest.raises(UnavailableError):
         create_engine("cuda")
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (200, "has 100 bytes left where 200 are needed"),
+        (50, "has 100 bytes left, but not 50 in one piece"),
+        (None, "CUDA lacks memory: the device has 100 bytes left"),
+    ],
+)
+def test_an_error_says_which_memory_is_short(monkeypatch, size, words):
+    monkeypatch.setattr(CudaDevice, "available", lambda device: 100)
+    error = CudaDevice.__new__(CudaDevice).no_room(size)
+    assert words in error.message
+    assert (error.needed, error.available) == (size, 100)
