@@ -5,6 +5,7 @@ import errno
 import json
 import socket
 import subprocess
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -294,3 +295,24 @@ def test_threads_are_divided():
     assert [config.engine_threads(number) for number in range(3)] == [3, 3, 2]
     assert Config(devices="cpu:3", threads=1).engine_threads(2) == 1
     assert Config(devices="cpu").engine_threads(0) is None
+
+
+def test_engines_on_the_same_gpu_divide_its_memory():
+    assert [device.share for device in engine_devices("0,1,0")] == [0.5, 1.0, 0.5]
+
+
+def test_variables_are_those_of_the_settings():
+    assert {f"WARPFIT_{field.name.upper()}" for field in fields(Config)} == SERVER_VARIABLES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "insecure"),
+    [
+        ([], {}, False),
+        (["--insecure"], {}, True),
+        (["--insecure", "no"], {"WARPFIT_INSECURE": "1"}, False),
+        ([], {"WARPFIT_INSECURE": "yes"}, True),
+    ],
+)
+def test_switches_need_no_value(arguments, environment, insecure):
+    assert Config.from_arguments(arguments, environment).insecure is insecure

@@ -12,6 +12,7 @@ import pytest
 from support.random_programs import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
+from warpfit.ops import OPERATORS
 from warpfit.parse import parse
 from warpfit_server import shared_batch
 from warpfit_server.engine import lowering_cache
@@ -235,3 +236,24 @@ def test_threads_share_the_cache(make):
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(500)))
+
+
+@pytest.mark.parametrize(
+    ("exponent", "names"),
+    [
+        (-2.0, ["inv", "square"]),
+        (-1.0, ["inv"]),
+        (1.0, []),
+        (2.0, ["square"]),
+        (3.0, ["cube"]),
+        (4.0, ["square", "square"]),
+        (5.0, ["pow"]),
+        (0.5, ["pow"]),
+    ],
+)
+def test_powers_with_small_whole_exponents_are_products(lower, exponent, names):
+    base = Program.apply("exp", X1)
+    program = Program.apply("pow", base, Program.constant(exponent))
+    found = lower(Batch.of([program]))
+    codes = found.instructions["code"][: found.headers[0]["end"]].tolist()
+    assert codes == [OPERATORS[name].code for name in ["exp", *names]]

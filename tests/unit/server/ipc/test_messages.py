@@ -264,3 +264,13 @@ def test_what_a_front_end_may_hold_fits_its_descriptors(monkeypatch, processes, 
     nbytes, segments = config.idle_pool
     assert nbytes * processes <= 128 << 20, "a sixteenth of the memory"
     assert config.connections + 2 * segments + limit / 4 < 0.85 * limit
+
+
+def test_a_received_segment_keeps_one_descriptor():
+    sent, before = Segment.create(1, 1 << 16), files()
+    received = Segment.received(1, os.dup(sent.descriptor), 1 << 16)
+    assert files() == before + 1
+    sent.array("u1", (3,))[...] = 7
+    assert received.map[:3] == b"\7\7\7"
+    received.close()
+    assert files() == before

@@ -3,6 +3,7 @@
 import http.client
 import json
 import logging
+import math
 import socket
 import sys
 import threading
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,6 +29,7 @@ from warpfit_server.metrics import MetricsPort, gpu_usages
 from warpfit_server.observability import logs
 from warpfit_server.observability.logs import LogRateLimiter
 from warpfit_server.observability.records import (
+    BUCKET_BOUNDS,
     CallRecord,
     MetricsDelta,
     Observer,
@@ -399,3 +402,21 @@ def test_the_log_names_the_extra_that_is_missing(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     assert make_tracer({"OTEL_TRACES_EXPORTER": "otlp"}) is None
     assert "warpfit[tracing]" in caplog.text
+
+
+def test_headers_that_are_no_text_cause_no_line_and_no_work(written):
+    lines = written()
+    logger = logging.getLogger("grpc.inner")
+    assert not logger.isEnabledFor(logging.ERROR), "it would make a traceback for each header"
+    logger.error("Invalid encoding on metadata")
+    assert lines() == []
+
+
+@given(SECONDS)
+def test_an_observation_falls_into_the_bucket_that_bounds_it(seconds):
+    delta = MetricsDelta()
+    delta.observe("time", (), [seconds])
+    (histogram,) = delta.histograms.values()
+    (index,) = np.flatnonzero(histogram.buckets)
+    assert seconds <= (*BUCKET_BOUNDS, math.inf)[index]
+    assert index == 0 or seconds > BUCKET_BOUNDS[index - 1]

@@ -592,3 +592,14 @@ def test_settings_are_checked_before_an_engine_starts(monkeypatch, tmp_path):
     config = Config(devices="cpu", device_memory=1 << 30, cache_dir=str(tmp_path))
     with pytest.raises(InvalidArgumentError, match="--device-memory"), prepare(config):
         pass
+
+
+def test_readiness_is_repeated_before_front_ends_doubt_it(front_ends, front_end):
+    config = replace(CONFIG, hang_seconds=3.0)
+    watchdog = Watchdog(config, front_ends.engines, [None, None], None, front_ends)
+    front_ends.announce_readiness()
+    begun = time.monotonic()
+    watchdog.look_at_front_ends(begun + 0.1)
+    assert len(front_end.told) == 1
+    watchdog.look_at_front_ends(begun + 0.2)
+    assert len(front_end.told) == 2

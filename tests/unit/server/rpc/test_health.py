@@ -292,3 +292,10 @@ def test_a_call_whose_deadline_has_passed_is_not_called_cancelled(remaining, sta
     context.time_remaining.return_value = remaining
     fail_call(context, CancelledError("the call has ended", "CANCELLED"), ())
     context.set_code.assert_called_once_with(grpc.StatusCode[status])
+
+
+def test_draining_is_final(health):
+    health.set_serving(frozenset(["cpu:0"]))
+    health.drain()
+    health.set_serving(frozenset(["cpu:1"]))
+    assert not health.ready

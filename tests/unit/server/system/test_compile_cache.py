@@ -221,3 +221,11 @@ def test_several_servers_write_the_same_entries(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         for found in pool.map(write, range(8)):
             assert found == [bytes([number]) * 500 for number in range(40)]
+
+
+def test_content_that_was_written_is_read_and_private(tmp_path, group_writable_umask):
+    path = tmp_path / "new" / "inner" / "code"
+    assert compile_cache.write(path, CODE) == path.stat().st_size
+    assert compile_cache.read(path) == compile_cache.find(path) == CODE
+    for made in (path, path.parent, path.parent.parent):
+        assert made.stat().st_mode & 0o077 == 0

@@ -32,6 +32,7 @@ from warpfit.parse import parse
 from warpfit.searching import (
     FIRST_CALL,
     FIRST_DEFINITION,
+    MOST_NESTINGS,
     Form,
     Rules,
     SearchRequest,
@@ -43,6 +44,7 @@ from warpfit_server.engine.search.composition import Composer
 from warpfit_server.engine.search.genome import (
     ANY_OPERATOR,
     MOST_TOKENS,
+    NESTINGS,
     WIDTH,
     new_grammar,
     new_units,
@@ -623,3 +625,11 @@ def test_calls_are_written_out(form, first, second, has_template):
         assert found.values.tolist() == wanted_values
     else:
         assert len(found.codes) == 1
+
+
+def test_a_grammar_holds_as_many_rules_of_nesting_as_a_request():
+    nesting = {(a, b): 1 for a in EXACT for b in EXACT}
+    nesting = dict([*nesting.items()][:MOST_NESTINGS])
+    request = asked(nesting=nesting)
+    request.rules.check()
+    assert grammar_of(request)[NESTINGS] == MOST_NESTINGS

@@ -230,3 +230,11 @@ def test_kernels_for_programs_that_spill_are_loaded_by_another_thread(monkeypatc
     assert run_to_end(tier._prepare(plan)) == "kernels"
     assert run_to_end(tier._prepare(plan)) == "kernels"
     assert loaded == [("any", True)] * 2
+
+
+def test_more_sums_than_kernels_can_address_are_refused():
+    """Thirty thousand parameters have a normal matrix of 3.6 GB."""
+    launches.check_memory(8 * 1_000_000, 0)
+    with pytest.raises(ResourceExhaustedError) as caught:
+        launches.check_memory(8 * 300_000_000, 0)
+    assert caught.value.reason == "PROGRAM_TOO_LONG"

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -34,7 +34,12 @@ from warpfit_server.engine.autodiff import (
     lower_batch,
 )
 from warpfit_server.engine.cuda.jit import kernel_store, renderer, templates, tier
-from warpfit_server.engine.cuda.jit.kernel_plan import MAX_GRAPHS, KernelInputs, best_layout
+from warpfit_server.engine.cuda.jit.kernel_plan import (
+    MAX_GRAPHS,
+    KernelInputs,
+    KernelPlan,
+    best_layout,
+)
 from warpfit_server.engine.cuda.jit.kernel_store import MOST_BYTES
 from warpfit_server.engine.cuda.jit.renderer import Output
 from warpfit_server.engine.cuda.jit.templates import DeviceLibrary
@@ -522,3 +527,11 @@ def test_addresses_are_those_of_memory_that_lives(monkeypatch) -> None:
         ).headers["end"]
         > 0
     )
+
+
+def test_kernels_get_blocks_by_their_work():
+    plan = KernelPlan(**dict.fromkeys([one.name for one in fields(KernelPlan)]))
+    plan = replace(plan, shares=np.array([0.001, 0.4, 0.599]))
+    assert plan.blocks(vectors=1, most=1000, total=100) == (1, 40, 60)
+    assert plan.blocks(vectors=10, most=5, total=100) == (1, 4, 5)
+    assert plan.blocks(vectors=1000, most=5, total=100) == (1, 1, 1)

@@ -123,3 +123,7 @@ def test_it_ends_when_it_is_cancelled(engine, host):
     steps = host.search(asked, datasets, cancelled=flag, report=lambda progress: None)
     assert run_to_end(steps).reason is SearchReason.CANCELLED
     datasets.unload(table.content_id)
+
+
+def test_a_device_searches_for_all_else(engine):
+    assert not HostSearches.are_needed(Searches(engine).request(data()))
