@@ -1,7 +1,5 @@
 """Size limits of requests, and when a partial fit stops."""
 
-import math
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +15,6 @@ from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss
 from warpfit.server_info import Limits
 from warpfit_server import limits as module
-from warpfit_server.rpc.servicer import _stop_time
 
 #: The batch has 7 programs with 196 tokens, the longest with 45; its answer has values.
 RESULT_BYTES = 7 * 10 * 4
@@ -142,11 +139,3 @@ def test_what_no_flag_raises_is_limited(check, most, reason, available):
     with pytest.raises(ResourceExhaustedError) as caught:
         check(most + 1)
     assert (caught.value.reason, caught.value.available) == (reason, available)
-
-
-def test_only_a_partial_fit_stops_before_its_deadline():
-    assert _stop_time(_fit(), 10.0) is None
-    for none in (None, math.inf, 9.2e9):
-        assert _stop_time(_fit(partial=True), none) is None
-    stop = _stop_time(_fit(partial=True), 10.0)
-    assert time.monotonic() + 8.0 < stop < time.monotonic() + 9.5
