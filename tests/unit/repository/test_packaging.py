@@ -1,7 +1,9 @@
-"""Dependencies of the package, files of a release, and generated files."""
+"""Dependencies of the package, files of a release and of GitHub, and generated files."""
 
 import ast
+import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -43,11 +45,6 @@ def test_imports_load_little():
     assert not loaded(f"import {libraries}, warpfit.frontends.pysr; {parsed}") & HEAVY
 
 
-def test_import_warpfit_adds_no_package_to_numpy():
-    added = loaded("import warpfit") - loaded("import numpy, importlib.metadata, enum, hashlib")
-    assert added - set(sys.stdlib_module_names) == {"warpfit"}
-
-
 def test_connecting_loads_grpc_and_no_more():
     found = loaded("import warpfit; warpfit.connect('127.0.0.1:1').close()")
     assert "grpc" in found
@@ -66,9 +63,8 @@ def test_a_missing_library_says_how_to_get_it():
     assert "'warpfit[sklearn]'" in done.stdout
 
 
-@pytest.mark.parametrize("name", warpfit.__all__)
-def test_every_exported_name_exists(name):
-    assert getattr(warpfit, name) is not None
+def test_every_exported_name_exists():
+    assert all(getattr(warpfit, name) is not None for name in warpfit.__all__)
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "-event_engine_client"), ("x", "x")])
@@ -90,17 +86,10 @@ def test_grpcs_poller_is_chosen_before_it_is_imported(given, expected):
 
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
-WORKFLOWS = ROOT / ".github" / "workflows"
 
-
-def test_metadata_are_complete():
-    prefix = "Programming Language :: Python :: "
-    named = [c.removeprefix(prefix) for c in PROJECT["classifiers"] if c.startswith(prefix)]
-    assert named == ["3", *PYTHONS]
-    assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
-    assert {"Repository", "Documentation", "Changelog", "Issues"} <= PROJECT["urls"].keys()
-    assert PROJECT["authors"]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+#: Packages whose names at conda-forge are others than their distributions'.
+OF_CONDA = {"prometheus_client": "prometheus-client", "python-xxhash": "xxhash"}
 
 
 def brought(extra):
@@ -135,24 +124,61 @@ def test_the_version_is_in_one_place():
     assert f"\n## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["ci", "release"])
-def test_what_is_published_is_tried_with_every_python(name):
-    workflow = yaml.safe_load((WORKFLOWS / f"{name}.yml").read_text())
-    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
-    assert {"run": ".ci/release"} in steps
-    tried = [
-        s["with"]["python-version"].split() for s in steps if "python-version" in s.get("with", {})
-    ]
-    assert PYTHONS in tried
-    for word in [step["run"].split()[0] for step in steps if step.get("run", "").startswith(".ci")]:
-        assert (ROOT / word).stat().st_mode & 0o100
+def requirements(texts):
+    """Return version limits by name; conda-forge has a space before a limit."""
+    named = [text.split(" ", 1) for text in texts if "${{" not in text and text[:7] != "python "]
+    found = [Requirement(" ".join([OF_CONDA.get(name, name), *limit])) for name, *limit in named]
+    return {canonicalize_name(one.name): str(one.specifier) for one in found if not one.extras}
 
 
-def test_publishing_needs_no_password():
-    workflow = yaml.safe_load((WORKFLOWS / "release.yml").read_text())
-    publish = workflow["jobs"]["publish"]
-    assert publish["permissions"] == {"id-token": "write"}
-    assert "secrets." not in (WORKFLOWS / "release.yml").read_text()
+def test_the_recipe_of_conda_forge_has_version_dependencies_and_commands_of_the_project():
+    recipe = yaml.safe_load((ROOT / "deploy" / "conda" / "recipe.yaml").read_text())
+    client, server = recipe["outputs"]
+    extras = PROJECT["optional-dependencies"]
+    assert recipe["context"]["version"] == PROJECT["version"]
+    assert requirements(client["requirements"]["run"]) == requirements(PROJECT["dependencies"])
+    wanted = requirements([*extras["server"], *extras["sklearn"]])
+    assert requirements(server["requirements"]["run"]) == wanted
+    points = client["build"]["python"]["entry_points"]
+    assert points == [f"{name} = {where}" for name, where in PROJECT["scripts"].items()]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_what_is_there_with_little_power(path):
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"]["contents"] == "read"
+    for step in (step for job in workflow["jobs"].values() for step in job["steps"]):
+        assert ("uses" in step) != ("run" in step)
+        for command in re.findall(r"\.ci/\w+", step.get("run", "")):
+            assert (ROOT / command).stat().st_mode & 0o100
+        for extras in re.findall(r"\.\[([\w,]+)\]", step.get("run", "")):
+            assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
+        for where in re.findall(r"pytest (tests/\w+)", step.get("run", "")):
+            assert (ROOT / where).is_dir()
+
+
+@pytest.mark.thorough
+def test_what_is_tried_on_each_system_works_here():
+    done = subprocess.run([sys.executable, ROOT / ".ci" / "client"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "errors work" in done.stdout
+
+
+def test_what_contributors_read_names_what_there_is():
+    for name in ("CONTRIBUTING.md", "CODE_OF_CONDUCT.md"):
+        text = (ROOT / ".github" / name).read_text()
+        for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", text):
+            assert (ROOT / ".github" / target).exists(), target
+        for path in re.findall(r"(?:`| )((?:tests|\.ci)/[\w/.]+\w)", text):
+            assert (ROOT / path).exists(), path
+
+
+def test_the_notebook_installs_extras_that_there_are():
+    notebook = json.loads((ROOT / "client" / "examples" / "colab_gpu.ipynb").read_text())
+    install = next(cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code")
+    extras = re.search(r"warpfit\[([\w,]+)\] @ git\+(\S+)\"", install)
+    assert set(extras[1].split(",")) <= PROJECT["optional-dependencies"].keys()
+    assert extras[2] == PROJECT["urls"]["Repository"]
 
 
 @pytest.mark.thorough

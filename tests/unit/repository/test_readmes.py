@@ -1,5 +1,6 @@
-"""The READMEs say what is true: their figures, the files that they name, and the set-up."""
+"""The documents say what is true: figures, names and files; and they are the site's pages."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -8,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from support.repository.readmes import READMES
 
@@ -28,18 +30,6 @@ def test_a_stale_figure_is_found(tmp_path, monkeypatch):
     text = (ROOT / "README.md").read_text()
     assert figures.page(text) == text
     assert figures.page(text.replace("-->\n|", "-->\nout of date\n|")) == text
-
-
-def test_benchmarks_that_are_named_exist():
-    names = re.findall(
-        r"\(`((?:cpu|gpu|service)/\w+)", (ROOT / "tests/bench/README.md").read_text()
-    )
-    assert len(names) > 5
-    assert all((ROOT / "tests" / "bench" / f"{name}.py").exists() for name in names)
-
-
-def test_the_front_page_is_short():
-    assert (ROOT / "README.md").read_text().count("\n") <= 130
 
 
 @pytest.mark.parametrize("readme", READMES)
@@ -124,3 +114,71 @@ def words_of_the_project() -> frozenset[str]:
         if path.suffix in kinds and path != Path(__file__) and path.parent != RESULTS:
             words |= set(re.findall(r"[A-Za-z_]\w*", path.read_text()))
     return frozenset(words)
+
+
+# ---------------------------------------------------------------------------------------- the site
+
+
+SITE = ROOT / "deploy" / "site"
+#: Documents that are for the folder that they are in.
+ELSEWHERE = {"tests/data/feynman/README.md", "tests/data/nist_strd/README.md"}
+ELSEWHERE |= {".github/CODE_OF_CONDUCT.md"}
+
+
+@pytest.fixture
+def build(monkeypatch):
+    monkeypatch.syspath_prepend(str(SITE))
+    return importlib.import_module("build_site")
+
+
+def documents():
+    listed = ["git", "ls-files", "--", "*.md"]
+    done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_each_document_is_a_page(build):
+    assert documents() - ELSEWHERE <= set(build.PAGES)
+    assert all((ROOT / path).exists() for path in build.PAGES)
+    assert len(set(build.PAGES.values())) == len(build.PAGES)
+
+
+def test_links_between_documents_become_links_between_pages(build, tmp_path):
+    build.write_sources(tmp_path)
+    pages = {str(path.relative_to(tmp_path / "docs")) for path in (tmp_path / "docs").rglob("*.md")}
+    assert set(build.PAGES.values()) <= pages
+    index = (tmp_path / "docs" / "index.md").read_text()
+    assert "](client/index.md)" in index
+    for page in build.PAGES.values():
+        text = (tmp_path / "docs" / page).read_text()
+        plain = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+        for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", plain):
+            assert (tmp_path / "docs" / page).parent.joinpath(target).exists(), (page, target)
+        for target in re.findall(rf"{re.escape(build.SOURCES)}([^)#\s]+)", plain):
+            assert (ROOT / target).exists(), (page, target)
+
+
+def test_a_link_to_nothing_is_refused(build, tmp_path):
+    with pytest.raises(SystemExit, match=r"there is no nothing\.md"):
+        build.linked("[a](nothing.md)", "client/README.md", tmp_path)
+    same = "```\n[a](nothing.md) and `client/README.md`\n```"
+    assert build.linked(same, "client/README.md", tmp_path) == same
+    text = build.linked("`server/README.md`, `no/such.md`", "client/README.md", tmp_path)
+    assert text == "[`server/README.md`](../server/index.md), `no/such.md`"
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+def test_the_site_is_built_without_a_broken_link(build, tmp_path):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, SITE / "build_site.py", "--folder", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    settings = yaml.safe_load((tmp_path / "mkdocs.yml").read_text())
+    assert [next(iter(part)) for part in settings["nav"]] == [*build.CONTENTS, "Python"]
+    index = (tmp_path / "site" / "search" / "search_index.json").read_text()
+    for words in ("Coming from PySR", "SymbolicRegressor", "Puromycin".lower(), "linear_scaling"):
+        assert words in index
+    page = (tmp_path / "site" / "reference" / "warpfit.sklearn" / "index.html").read_text()
+    assert "SymbolicRegressor" in page
