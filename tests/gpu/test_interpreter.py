@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 
@@ -76,29 +74,6 @@ def test_row_invariant_subtree_too_deep_to_hoist(evaluate: Evaluate, dtype):
         program = Program.apply("sub", P[1], program)
     got = evaluate(Dataset.of(np.zeros((5, 1)), dtype=dtype), [program], [[3.0, 7.0]]).values
     np.testing.assert_array_equal(got, np.full((1, 1, 5), 3.0))
-
-
-@pytest.mark.parametrize("precision", Precision)
-def test_losses_computed_together_have_the_bits_of_those_computed_alone(evaluate, precision):
-    rng = np.random.default_rng(5)
-    data = rng.uniform(0.5, 2.0, size=(5000, 10))
-    dataset = Dataset.of(data, data[:, 0], rng.uniform(size=5000), dtype=np.float32)
-    mixes = [thesis_mix(seed, 30 + seed) for seed in range(16)]
-    kinds = [Loss.MSE, Loss.RMSE, Loss.R2, Loss.MAE]
-    options = {"values": False, "precision": precision, "tier": Tier.INTERPRETER}
-
-    def run(number: int) -> list[bytes]:
-        programs, parameters = mixes[number]
-        kind = kinds[number % 4]
-        return [
-            evaluate(dataset, programs, parameters, loss=kind, **options).losses.tobytes()
-            for _ in range(20)
-        ]
-
-    alone = [run(number)[0] for number in range(16)]
-    with ThreadPoolExecutor(16) as pool:
-        for expected, repeats in zip(alone, pool.map(run, range(16)), strict=True):
-            assert set(repeats) == {expected}
 
 
 @pytest.mark.parametrize("chunk", [1 << 12, 1 << 16])

@@ -157,21 +157,6 @@ def test_an_illegal_memory_access_costs_only_a_retry(engine, tmp_path):
                 other.evaluate(data, ["x1"])
 
 
-def test_fits_and_derivatives_work_on_a_gpu_server(client, table):
-    X, y = (array.astype(np.float64) for array in table)
-    data = client.upload(*table)
-    losses, (gradient,) = client.evaluate(
-        data, ["p1*x1 + p2"], parameters=[[2.0, 0.5]], loss="mse", gradient=True
-    )
-    residual = 2.0 * X[:, 0] + 0.5 - y
-    np.testing.assert_allclose(losses[0], np.mean(residual**2), rtol=1e-5)
-    expected = [2 * np.mean(residual * X[:, 0]), 2 * np.mean(residual)]
-    np.testing.assert_allclose(gradient, expected, rtol=1e-4)
-    fit = client.optimize(data, ["p1*x1 + p2"], parameters=[[2.0, 0.5]])
-    slope, intercept = np.polyfit(X[:, 0], y, 1)
-    np.testing.assert_allclose(fit.parameters[0], [slope, intercept], rtol=1e-3)
-
-
 def test_a_data_set_larger_than_the_device_memory_that_is_allowed(client):
     rng = np.random.default_rng(0)
     X = rng.uniform(0.5, 2, size=(1_000_000, 10)).astype(np.float32)
