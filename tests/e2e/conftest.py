@@ -1,13 +1,11 @@
-"""Fixtures for end-to-end tests: servers that several files share, and leave as they found them."""
+"""Fixtures for end-to-end tests: a server that files share, and leave as they found it."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import warpfit
 from support.load import load
-from support.load.faults import FATAL, injected
 from support.servers.server import ServerProcess
 
 PORTS = ("--health-port", "0", "--metrics-port", "0")
@@ -25,28 +23,6 @@ def calm_load() -> Iterator[None]:
 def server() -> Iterator[ServerProcess]:
     """A usual server of two front ends."""
     with ServerProcess("--threads", "2", "--front-ends", "2", *PORTS) as process:
-        yield process
-
-
-@pytest.fixture(scope="session")
-def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The log of `family`."""
-    return tmp_path_factory.mktemp("family") / "log"
-
-
-@pytest.fixture(scope="session")
-def family(log: Path) -> Iterator[ServerProcess]:
-    """A server of three front ends, parts of which may be killed."""
-    flags = ("--front-ends", "3", "--max-resident-bytes", "16MiB", "--threads", "2", *PORTS)
-    with ServerProcess(*flags, "--log-format", "json", "--log-level", "debug", log=log) as process:
-        yield process
-
-
-@pytest.fixture(scope="session")
-def harmed() -> Iterator[ServerProcess]:
-    """A server of two front ends with planted faults."""
-    flags = ("--threads", "1", "--front-ends", "2", *PORTS)
-    with ServerProcess(*flags, **injected(f"harm={FATAL}")) as process:
         yield process
 
 

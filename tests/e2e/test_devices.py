@@ -37,44 +37,41 @@ def batches(count):
 
 def test_an_engine_that_dies_costs_its_own_calls_only(pair):
     """The calls of each thread stay with one engine, because its batch prefers that."""
-    stop = threading.Event()
-    failed = {"cpu:0": 0, "cpu:1": 0}
-    answered = Counter()
-    wrong = []
+    stop, failed, answered, wrong = threading.Event(), Counter(), Counter(), []
     with warpfit.connect(pair.address) as client:
-        data = client.upload(X[:400], Y[:400])
-        homes = {}
+        data, homes = client.upload(X[:400], Y[:400]), {}
         for batch in batches(20):
-            homes.setdefault(client.run(data, *batch, loss="mse").timings.device, batch)
-        assert set(homes) >= set(failed)
-        expected = {home: client.evaluate(data, *homes[home], loss="mse") for home in failed}
+            answer = client.run(data, *batch, loss="mse")
+            homes.setdefault(answer.timings.device, (batch, answer.losses.tobytes()))
+        assert {*homes} >= {"cpu:0", "cpu:1"}
 
         def call(home):
+            batch, expected = homes[home]
             with warpfit.connect(pair.address, retry=IMPATIENT) as own:
                 while not stop.is_set():
                     try:
-                        answer = own.run(data, *homes[home], loss="mse")
+                        answer = own.run(data, *batch, loss="mse")
                     except UnavailableError:
                         failed[home] += 1
                     else:
                         answered[answer.timings.device] += 1
-                        wrong.append(answer.losses.tobytes() != expected[home].tobytes())
+                        wrong.append(answer.losses.tobytes() != expected)
                     time.sleep(0.02)  # for other tests
 
-        threads = [threading.Thread(target=call, args=(home,)) for home in failed]
+        def answers_more(home, before):
+            eventually(lambda: answered[home] > before + 8)
+
+        threads = [threading.Thread(target=call, args=(home,)) for home in ("cpu:0", "cpu:1")]
         survivor = pair.engine(0).pid
         for thread in threads:
             thread.start()
-        eventually(lambda: min(answered[home] for home in failed) > 10)
+        answers_more("cpu:1", 0)
         pair.kill_engine(1)
         eventually(lambda: serving(client) == {"cpu:0": True, "cpu:1": False})
         health.wait_for(pair.address, "SERVING", "cpu:0")
-        assert health.check(pair.facts["health"]) == "SERVING"
-        before = answered["cpu:0"]
-        eventually(lambda: answered["cpu:0"] > before + 20)
+        answers_more("cpu:0", answered["cpu:0"])
         eventually(lambda: serving(client) == {"cpu:0": True, "cpu:1": True})
-        before = answered["cpu:1"]
-        eventually(lambda: answered["cpu:1"] > before + 10)
+        answers_more("cpu:1", answered["cpu:1"])
         stop.set()
         for thread in threads:
             thread.join()
@@ -119,46 +116,6 @@ def test_an_error_in_a_part_names_the_program_of_the_whole(pair):
         assert len(client.evaluate(data, programs[:200], parameters[:200], loss="mse")) == 200
 
 
-@pytest.mark.thorough
-def test_the_loss_of_an_engine_fails_a_split_call_and_the_next_one_works(pair):
-    with warpfit.connect(pair.address, retry=IMPATIENT) as client:
-        rows = np.tile(X, (250, 1))
-        data = client.upload(rows, rows[:, 0])
-        batch = thesis_mix(3, 300, variables=4)
-        timer = threading.Timer(0.3, pair.kill_engine, args=(1,))
-        timer.start()
-        with pytest.raises(UnavailableError):
-            client.run(data, *batch, loss="mse")
-        timer.join()
-        client.release(data, everywhere=True)
-        small = client.upload(X, Y)
-        assert client.run(small, *batch, loss="mse").timings.device == "cpu:0"
-        eventually(lambda: serving(client) == {"cpu:0": True, "cpu:1": True})
-        assert client.run(small, *batch, loss="mse").timings.device.count("cpu") == 2
-
-
-@pytest.mark.thorough
-def test_the_progress_of_a_split_fit_is_that_of_all_parts(pair):
-    with warpfit.connect(pair.address) as client:
-        data = client.upload(np.tile(X, (8, 1)), np.tile(Y, 8))
-        seen = []
-        fit = client.optimize(
-            data,
-            ["p1*exp(p2*x1) + p3*sin(p4*x2)"] * 100,
-            [[1.0, 0.3, 1.0, 0.7]] * 100,
-            max_iterations=400,
-            gradient_tolerance=0,
-            step_tolerance=0,
-            loss_tolerance=0,
-            progress=seen.append,
-        )
-        assert set(fit.timings.device.split(",")) == {"cpu:0", "cpu:1"}
-        assert seen
-        assert {progress.searches for progress in seen} == {100}
-        assert max(progress.active for progress in seen) <= 100
-        assert (np.ptp(fit.loss), fit.loss[0]) == (0.0, fit.loss[99]), "the same fit in all parts"
-
-
 def test_a_search_by_time_runs_on_all_engines_and_outlives_one(pair):
     """One with a budget in generations, which a seed repeats, runs on one of them."""
     with warpfit.connect(pair.address) as client, client.upload(X[:300], Y[:300]) as data:
@@ -173,7 +130,7 @@ def test_a_search_by_time_runs_on_all_engines_and_outlives_one(pair):
                 pair.kill_engine(1)
             reports.append(progress.tried)
 
-        found = client.search(data, seconds=5.0, progress=report, **options)
+        found = client.search(data, seconds=2.5, progress=report, **options)
         assert (found.reason, found.interruptions) == ("time", 0)
         assert sorted(found.timings.device.split(",")) == ["cpu:0", "cpu:1"]
         assert len(reports) > 1

@@ -3,7 +3,6 @@
 `test_readmes` runs another one as the first command of the README.
 """
 
-import json
 import re
 import runpy
 import subprocess
@@ -73,20 +72,6 @@ def test_the_example_of_a_page_finds_the_law_that_it_draws_from(server, monkeypa
     np.testing.assert_allclose(found, true.to_numpy()(elsewhere), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.thorough
-def test_the_notebook_of_a_gpu_runs_without_one(server: ServerProcess, monkeypatch, tmp_path):
-    pytest.importorskip("pandas")
-    monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
-    monkeypatch.chdir(tmp_path)
-    notebook = json.loads((EXAMPLES / "colab_gpu.ipynb").read_text())
-    cells = [cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    names: dict[str, Any] = {}
-    for cell in cells[1:]:  # the first one installs
-        exec(cell.replace("max_seconds=60", "max_seconds=8"), names)
-    assert names["model"].score(names["table"], names["position"]) > 0.5
-    assert (tmp_path / "front.csv").read_text() == names["model"].equations_.to_csv()
-
-
 def kinds(cell) -> set[str]:
     outputs = cell.get("outputs", ())
     return {kind for output in outputs for kind in output.get("data", ())}
@@ -115,48 +100,6 @@ def test_a_logger_takes_any_callable_of_numbers():
     logger(lambda *words: told.append(words), lambda *words: texts.append(words))(None, 4, front)
     assert told == [("search/loss", 0.5, 4), ("search/size", 5, 4), ("search/formulas", 3, 4)]
     assert texts == [("search/best", "x5", 4)]
-
-
-@pytest.mark.thorough
-def test_a_search_is_logged_to_anything_that_takes_numbers(server: ServerProcess, monkeypatch):
-    """TensorBoard's writer gets what is printed without it."""
-    flags = ["log_search.py", "--address", server.address, "--generations", "3"]
-    out = run(*flags).splitlines()
-    assert out.pop().startswith("y = ")
-    told = [re.fullmatch(r"generation (\d+): (search/\w+) (\S+)", line) for line in out]
-    names = [match[2] for match in told]
-    assert names[:3] == ["search/loss", "search/size", "search/formulas"]
-    assert names == names[:3] * (len(names) // 3)
-    assert told[-1][1] == "3"
-    events: list[tuple[str, Any]] = []
-
-    class SummaryWriter:
-        def __init__(self, folder: str) -> None:
-            assert folder == "runs"
-
-        def __enter__(self) -> "SummaryWriter":
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            events.append(("closed", None))
-
-        def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-            events.append((tag, float(scalar_value)))
-
-        def add_text(self, tag: str, text_string: str, global_step: int) -> None:
-            events.append((tag, text_string))
-
-    module = types.ModuleType("tensorboardX")
-    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # which is not there
-    monkeypatch.setattr(sys, "argv", [*flags, "--tensorboard", "runs"])
-    runpy.run_path(str(EXAMPLES / "log_search.py"), run_name="__main__")
-    names = [name for name, _ in events]
-    assert names[:4] == ["search/loss", "search/size", "search/formulas", "search/best"]
-    assert names[-1] == "closed"
-    losses = [value for name, value in events if name == "search/loss"]
-    assert losses == sorted(losses, reverse=True)
 
 
 def test_a_loop_of_proposals_finds_an_oscillation(server: ServerProcess, monkeypatch):

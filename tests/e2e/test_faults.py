@@ -1,53 +1,40 @@
 """Faults in small; `tests/bench/service/faults.py` has many of each."""
 
 import asyncio
+import os
+import resource
+import shutil
+import subprocess
+import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 import warpfit
 from support.load import faults
-from support.load.killed_uploads import is_clean, killed_uploads
+from support.load.faults import FATAL, injected
 from support.load.load import Load
 from support.load.several import Fleet
 from support.load.soak import soak
+from support.servers import health
+from support.servers.server import ServerProcess, eventually, runs
+from warpfit.cli.top import scrape
+from warpfit_server.engine.cpu.codegen import parts
+from warpfit_server.engine.native.numba_cache import host_tag
+from warpfit_server.system.compile_cache import default_cache_directory, numba_directory, read
+from warpfit_server.system.machine import available_cores
 
-
-def assert_unharmed(seen: dict) -> None:
-    assert seen["wrong_answers"] == 0
-    assert seen["failures_after_retry"] == 0, seen["first_failures"]
-    assert seen["right_answers"] > 0
-
-
-@pytest.mark.thorough  # as the next one, but that the operating system stops the engine
-def test_sigstop_of_the_engine():
-    assert_unharmed(faults.engine_sigstop(1, clients=2))
+FEW = np.random.default_rng(0).normal(size=(100, 2))
+CUT = FATAL + 1
+NO_RETRY = warpfit.RetryPolicy(total_seconds=0)
 
 
 def test_work_that_does_not_stop():
     seen = faults.endless_work("deaf")
     assert seen["client_gave_up_after_seconds"] < seen["engine_gone_after_seconds"]
-
-
-@pytest.mark.thorough
-def test_sigterm_of_the_server():
-    seen = faults.sigterm(1, clients=2, front_ends=2)
-    assert_unharmed(seen)
-    assert seen["answers_while_unready"]
-
-
-@pytest.mark.thorough
-def test_bad_networks():
-    seen = faults.bad_network(1)
-    assert_unharmed(seen["others"])
-    assert all(seen["cut_answers"])
-    assert all(seen["cut_uploads"])
-
-
-@pytest.mark.thorough
-def test_clients_that_are_killed_in_the_middle_of_an_upload():
-    seen = killed_uploads(4, together=4)
-    assert is_clean(seen), seen
 
 
 @pytest.mark.thorough
@@ -57,10 +44,107 @@ def test_a_server_does_not_grow():
     assert seen["in_flight_at_the_end"] == seen["engine_restarts"] == seen["internal_errors"] == 0
 
 
+# --------------------------------------- work that engines die of, lost connections, no more files
+
+
+@pytest.fixture(scope="module")
+def harmed():
+    """A server of two front ends with planted faults."""
+    flags = ("--threads", "1", "--front-ends", "2", "--health-port", "0", "--metrics-port", "0")
+    with ServerProcess(*flags, **injected(f"harm={FATAL}")) as process:
+        yield process
+
+
+def restarts(server):
+    return scrape(server.facts["metrics"]).total("warpfit_engine_restarts_total")
+
+
+def test_a_batch_is_refused_after_its_second_crash_and_others_are_answered(harmed):
+    with Load(harmed.address, 3) as load, warpfit.connect(harmed.address) as client:
+        load.wait_for_answers(3)
+        data = client.upload(FEW, FEW[:, 0])
+        before = restarts(harmed)
+        for _ in range(2):  # the second time it is known
+            with pytest.raises(warpfit.FailedPreconditionError) as caught:
+                client.evaluate(data, [f"x1 + {FATAL}", "x1 * 2"], loss="mse")
+            assert caught.value.reason == "BATCH_QUARANTINED"
+            assert client.evaluate(data, ["x1"], loss="mse")[0] == 0.0  # the data set is fine
+            load.wait_for_answers(3)
+            assert restarts(harmed) - before == 2
+    assert not load.failures
+    assert load.wrong == 0
+    health.wait_for(harmed.facts["health"], "SERVING")
+
+
+def test_a_connection_lost_to_a_live_engine_comes_back(harmed):
+    with warpfit.connect(harmed.address, retry=NO_RETRY) as client:
+        data = client.upload(FEW, FEW[:, 0])
+        engine = harmed.engine().pid
+        for _ in range(2):
+            with pytest.raises(warpfit.UnavailableError):
+                client.evaluate(data, [f"x1 + {CUT}"], loss="mse")
+            end = time.monotonic() + 5
+            while True:
+                try:
+                    assert client.evaluate(data, ["x1"], loss="mse")[0] == 0.0
+                    break
+                except warpfit.UnavailableError:
+                    assert time.monotonic() < end, "it never comes back"
+        assert harmed.engine().pid == engine
+    health.wait_for(harmed.facts["health"], "SERVING")
+
+
+@pytest.mark.thorough
+def test_a_new_engine_gets_any_number_of_data_sets(harmed):
+    """The kernel passes no more than 253 descriptors with a message."""
+    with warpfit.connect(harmed.address) as client:
+        sets = [client.upload(np.full((1, 1), float(n)), np.ones(1)) for n in range(300)]
+        harmed.kill_engine()
+        assert client.evaluate(sets[3], ["x1"], loss="mse", timeout=20)[0] == 4.0
+        health.wait_for(harmed.facts["health"], "SERVING")
+
+
+@contextmanager
+def full(pid):
+    """Let a process open no more files."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    used = {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    lowest_free = min(set(range(len(used) + 1)) - used)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_that_can_open_no_more_files_says_so_and_recovers(harmed):
+    wide = np.random.default_rng(1).normal(size=(100_000, 2))
+    with warpfit.connect(harmed.address, retry=NO_RETRY) as client:
+        data = client.upload(wide, wide[:, 0])
+        client.evaluate(data, ["x1"], loss="mse")
+        engine = harmed.engine().pid
+        for pid, count in ((harmed.process.pid, 40), (engine, 100)):
+            with full(pid):
+                with pytest.raises(warpfit.ResourceExhaustedError) as caught:
+                    for number in range(30):  # the first ones get the files of idle memory
+                        client.upload(wide[:, :1] + number, dtype="float64")
+                assert (caught.value.reason, caught.value.retry_after) == ("TOO_MANY_FILES", 1.0)
+                if pid == engine:
+                    with pytest.raises(warpfit.ResourceExhaustedError) as caught:
+                        client.evaluate(data, ["x1"] * count)  # its answer needs a segment
+                    assert caught.value.reason == "TOO_MANY_FILES"
+                assert client.info().engine == "cpu"
+            np.testing.assert_array_equal(
+                client.evaluate(data, ["x1"] * count)[:, 7], wide[:, 0].astype(np.float32)
+            )
+        assert harmed.engine().pid == engine
+        health.wait_for(harmed.facts["health"], "SERVING")
+
+
 # ---------------------------------------------------------------------------------- several servers
 
 
-X = np.random.default_rng(2).normal(size=(100_000, 4))
+X = np.random.default_rng(2).normal(size=(20_000, 4))
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +153,9 @@ def fleet():
         yield made
 
 
-def test_every_server_gives_the_same_bits(server, family):
-    servers = [server.address, family.address]
+@pytest.mark.thorough
+def test_every_server_gives_the_same_bits(fleet):
+    servers = fleet.address.split(",")
     texts = [f"sin(x1*p1) + exp(x{1 + n % 4})*{n}" for n in range(60)]
     starts = [[0.1 + n] for n in range(60)]
     options = {"loss": "mse", "gradient": True}
@@ -80,25 +165,14 @@ def test_every_server_gives_the_same_bits(server, family):
             data = await client.upload(X, X[:, 0], dtype="float64")
             return await client.evaluate(data, texts, starts, **options)
 
-    with (
-        warpfit.connect(servers[0]) as one,
-        warpfit.connect(servers) as all_of_them,
-    ):
+    with warpfit.connect(servers[0]) as one, warpfit.connect(servers) as every:
         data = one.upload(X, X[:, 0], dtype="float64")
         losses, gradients = one.evaluate(data, texts, starts, **options)
-        fit = one.optimize(data, texts, starts, max_iterations=3)
-        for found in (all_of_them.evaluate(data, texts, starts, **options), asyncio.run(of_all())):
+        for found in (every.evaluate(data, texts, starts, **options), asyncio.run(of_all())):
             np.testing.assert_array_equal(found[0], losses)
             np.testing.assert_array_equal(np.concatenate(found[1]), np.concatenate(gradients))
-        again = all_of_them.optimize(data, texts, starts, max_iterations=3)
-        np.testing.assert_array_equal(again.parameters, fit.parameters)
-        with pytest.raises(warpfit.ProgramError, match="expression 59, token 0") as caught:
-            all_of_them.evaluate(data, [*texts[:59], "x9 + x1"], [*starts[:59], []])
-        assert "x9" in str(caught.value)
-        all_of_them.release(data, everywhere=True)
-        for address in servers:
-            with warpfit.connect(address) as client:
-                assert client.info().engine == "cpu"
+        with pytest.raises(warpfit.ProgramError, match="expression 59, token 0"):
+            every.evaluate(data, [*texts[:59], "x9 + x1"], [*starts[:59], []])
 
 
 @pytest.mark.thorough
@@ -113,3 +187,98 @@ def test_sigstop_and_sigkill_of_one_and_a_rolling_restart(fleet):
             fleet.replace(index)
             load.wait_for_answers(10)
     assert (load.wrong, load.failures) == (0, [])
+
+
+# ----------------------------------- a cache of compiled code that is damaged or cannot be written
+
+
+ROWS = np.arange(6.0).reshape(3, 2)
+#: Functions that compile in a second.
+SMALL = ("lowering.tokens_are_valid", "parallel_loop.close")
+
+
+@contextmanager
+def mounted(place, options):
+    """A small disk at a place; skips where this user may not mount one."""
+    ran = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], check=False)
+    if ran.returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """A copy of what engines have kept of exactly these sources."""
+    place, warm = tmp_path / "cache", default_cache_directory()
+    parts.precompile(available_cores())
+    place.mkdir(mode=0o700)
+    shutil.copytree(numba_directory(warm), place / numba_directory(warm).name)
+    return place
+
+
+def answers(server) -> bool:
+    with warpfit.connect(server.address) as client:
+        got = client.evaluate(client.upload(ROWS), ["x1 + x2"])
+    return got[:, 0].tolist() == [1.0, 5.0, 9.0]
+
+
+def serve(cache, log):
+    started = time.monotonic()
+    with ServerProcess("--cache-dir", str(cache), log=log) as server:
+        assert answers(server)
+    return log.read_text(), time.monotonic() - started
+
+
+def test_files_that_are_not_whole_are_made_again(cache, tmp_path):
+    """Of each kind, empty ones and halves: Numba's index and data, an object file."""
+    damaged = [
+        *(path for name in SMALL for path in cache.glob(f"numba-*/*/{name}-*.nbi")),
+        *(path for name in SMALL for path in cache.glob(f"numba-*/*/{name}-*.1.nbc")),
+        *cache.glob(f"numba-*/float64-{host_tag()}.o"),
+    ]
+    assert {path.suffix for path in damaged} == {".nbi", ".nbc", ".o"}
+    for number, path in enumerate(damaged):
+        os.truncate(path, path.stat().st_size // 2 if number % 2 else 0)
+    log, _ = serve(cache, tmp_path / "log")
+    assert log.count("code is compiled again") >= 3
+    assert "Traceback" not in log
+    assert all(read(path) for path in damaged), "they are whole again"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("fault", "said"), [("full", "No space left"), ("read-only", "Read-only file system")]
+)
+def test_a_disk_that_cannot_be_written(cache, tmp_path, fault, said):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with mounted(disk, f"size={12 if fault == 'full' else 64}m,mode=0700"):
+        shutil.copytree(cache, disk / "cache")
+        if fault == "full":
+            with (disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError):
+                while True:
+                    file.write(bytes(1 << 16))
+        else:
+            subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        log, seconds = serve(disk / "cache", tmp_path / "log")
+    assert log.count("compiled code is kept in a temporary directory") == 1
+    assert said in log
+    assert seconds < 30  # nothing was compiled again
+
+
+@pytest.mark.thorough
+def test_a_server_that_stops_soon_after_a_first_start_leaves_no_compilers(cache, tmp_path):
+    for marker in cache.glob("numba-*/derivatives-*.complete"):
+        marker.unlink()
+    compiling = tmp_path / "compiling"
+    compiling.touch()  # so long do they take
+    with ServerProcess("--cache-dir", str(cache), **injected(f"compiling={compiling}")) as server:
+        engine = server.engine()
+        eventually(lambda: engine.children(recursive=True))
+        compilers = engine.children(recursive=True)
+        assert server.stop() == 0
+    _, alive = psutil.wait_procs(compilers, 5)
+    assert not [process for process in alive if runs(process, "-m")]

@@ -19,21 +19,19 @@ from support.servers.rpcs import (
     bearer,
     explained,
     long_request,
-    request,
     start,
 )
-from support.servers.server import ServerProcess, tenants_file, token_file
+from support.servers.server import ServerProcess, token_file
 
 NO_RETRY = warpfit.RetryPolicy(total_seconds=0)
-PENDING, RESIDENT, NARROW = 64 << 20, 32 << 20, 1000
+PENDING, RESIDENT = 64 << 20, 32 << 20
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokens")
-    path, tokens = token_file(folder, "greedy", "second", "modest", "narrow")
-    limits = tenants_file(folder, f"[tenants.narrow]\nmessage_bytes = {NARROW}")
-    flags = ("--token-file", path, "--tenants-file", limits, "--threads", "1", "--front-ends", "2")
+    path, tokens = token_file(folder, "greedy", "second", "modest")
+    flags = ("--token-file", path, "--threads", "1", "--front-ends", "2")
     flags += ("--max-pending-bytes", str(PENDING), "--max-resident-bytes", str(RESIDENT))
     flags += ("--max-queue-seconds", "1", "--message-seconds", "1.5")
     log = folder / "log"
@@ -72,37 +70,13 @@ def works(client):
 
 
 @pytest.mark.parametrize(
-    "method",
-    [
-        *("GetServerInfo", "Evaluate"),
-        pytest.param("GetVariables", marks=pytest.mark.thorough),
-        pytest.param("UploadVariables", marks=pytest.mark.thorough),
-    ],
+    "method", [pytest.param("GetVariables", marks=pytest.mark.thorough), "Evaluate"]
 )
 def test_calls_without_a_message(server, modest, greedy, method):
     """Two tenants take all open calls and all bytes in flight that they can."""
     connections = [greedy(("greedy", "second")[number % 2]) for number in range(8)]
     streams = [(c, c.begin(SERVICE + method)) for c in connections for _ in range(40)]
     time.sleep(0.3)
-    works(modest)
-    for connection, stream in streams:
-        assert connection.has_ended(stream, timeout=15), "refused, or ended after its time"
-    works(modest)
-
-
-def test_answers_that_nobody_reads(server, modest, greedy):
-    """Two tenants begin more calls than places, connections or bytes in flight would bear."""
-    streams = []
-    for tenant in ("greedy", "second"):
-        with warpfit.connect(server.address, token=server.tokens[tenant]) as client:
-            message = request(client.upload(WIDE), ["x1"] * 5, values=True)
-        framed = b"\0" + len(message).to_bytes(4) + message
-        for _ in range(2):
-            connection = greedy(tenant, reads=False)
-            for _ in range(40):
-                stream = connection.begin(SERVICE + "Evaluate")
-                connection.send(stream, framed, 5)
-                streams.append((connection, stream))
     works(modest)
     for connection, stream in streams:
         assert connection.has_ended(stream, timeout=15), "refused, or ended after its time"
@@ -159,16 +133,6 @@ def test_a_call_of_many_hours_keeps_no_other_tenant_out(server, modest):
         for call in calls:
             threading.Timer(0.5, call.cancel).start()
         assert patient.evaluate(data, [LONG], loss="mse").shape == (1,)
-
-
-def test_an_upload_that_fails_says_why_whichever_front_end_has_it(server):
-    for _ in range(8):
-        with (
-            warpfit.connect(server.address, token=server.tokens["narrow"]) as client,
-            pytest.raises(warpfit.ResourceExhaustedError) as caught,
-        ):
-            client.upload(np.ones((NARROW, 1)))
-        assert (caught.value.reason, caught.value.available) == ("MESSAGE_TOO_LARGE", NARROW)
 
 
 def test_compressed_messages_are_refused_as_they_are(server):

@@ -1,12 +1,12 @@
-"""Calls of Evaluate that carry several requests."""
+"""Connections, how many and from where, and calls of Evaluate that carry several requests."""
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.servers.network import Proxy, Spoil
-from support.servers.rpcs import OWN_CONNECTION, SERVICE, Caller, explained
+from support.servers import health
+from support.servers.rpcs import OWN_CONNECTION, SERVICE
 from support.servers.server import ServerProcess, eventually
 from warpfit import codec
 from warpfit.dataset import Dataset
@@ -25,18 +25,20 @@ from warpfit.fitting import FitRequest, FitSettings
 from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss
-from warpfit.transport import channel as transport
 
 X = np.random.default_rng(3).normal(size=(50, 2))
 DATA = Dataset.of(X, X[:, 0], dtype="float64")
 #: Places for calls, bytes in flight, and the longest message that follows from them.
 PLACES, PENDING, MESSAGE = 4, 64 << 20, 8 << 20
 FLAGS = ("--front-ends", "1", "--threads", "1", "--max-requests", str(PLACES))
+FLAGS += ("--host", "0.0.0.0", "--insecure", "--health-port", "0")
+#: Open files of each process, and the connections that a front end has of these.
+FILES, MOST = 256, 102
 
 
 @pytest.fixture(scope="module")
 def server():
-    with ServerProcess(*FLAGS, "--max-pending-bytes", str(PENDING)) as process:
+    with ServerProcess(*FLAGS, "--max-pending-bytes", str(PENDING), files=FILES) as process:
         with warpfit.connect(process.address) as client:
             assert client.info().limits.message_bytes == MESSAGE
             client.upload(X, X[:, 0], dtype="float64")
@@ -47,6 +49,37 @@ def server():
 def channel(server):
     with grpc.insecure_channel(server.address, OWN_CONNECTION) as made:
         yield made
+
+
+def is_closed(client) -> bool:
+    """Whether the server has closed a connection."""
+    client.settimeout(2)
+    try:
+        while client.recv(4096):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_further_connections_are_closed_and_places_come_back(server):
+    port = int(server.address.rpartition(":")[2])
+    clients = [socket.create_connection(("127.0.0.2", port), 10) for _ in range(2 * MOST)]
+    try:
+        # The connection of the client that made the data set may have had a place yet.
+        assert sum(is_closed(client) for client in clients[MOST:]) in (MOST, MOST - 1)
+        assert health.check(server.facts["health"]) == "SERVING"
+    finally:
+        for client in clients:
+            client.close()
+
+    def is_served():
+        with suppress(warpfit.WarpfitError), warpfit.connect(f"127.0.0.2:{port}") as client:
+            return client.info().engine == "cpu"
+
+    eventually(is_served)
 
 
 def request(text, **options):
@@ -95,13 +128,6 @@ def ended(call):
     return call.rpc.code()
 
 
-def waits(channel):
-    """Return whether the server waits for another request of a call."""
-    call = RawCall(channel)
-    call.loss("x1")
-    return ended(call) is grpc.StatusCode.CANCELLED
-
-
 def test_each_request_gets_the_answer_of_a_call_of_its_own(channel):
     call = RawCall(channel)
     for shift in range(5):
@@ -115,8 +141,7 @@ def test_each_request_gets_the_answer_of_a_call_of_its_own(channel):
     assert call.end() is grpc.StatusCode.OK
 
 
-@pytest.mark.parametrize("progress", [False, True])
-def test_fits_follow_one_another_in_a_call(channel, progress):
+def test_fits_follow_one_another_in_a_call(channel):
     call = RawCall(channel, "Optimize", codec.fit_answer_from_bytes, "result")
     for shift in (1.0, 2.0):
         problem = Evaluation(
@@ -125,77 +150,17 @@ def test_fits_follow_one_another_in_a_call(channel, progress):
             loss=Loss.MSE,
             values=False,
         )
-        fit = FitRequest(problem, FitSettings(progress=progress))
+        fit = FitRequest(problem, FitSettings(progress=True))
         *_, last = call.send(codec.fit_to_message(fit).SerializeToString())
         found = np.frombuffer(last.result.parameters)
         np.testing.assert_allclose(found, [1, shift], rtol=1e-6)
     assert call.end() is grpc.StatusCode.OK
 
 
-def test_a_client_fits_and_evaluates_in_two_calls(server, monkeypatch):
-    made, make = [], transport._OpenCall
-    monkeypatch.setattr(transport, "_OpenCall", lambda *given: made.append(given) or make(*given))
-    with warpfit.connect(server.address) as client:
-        data = client.upload(X, X[:, 0], dtype="float64")
-        for shift in range(1, 6):
-            fit = client.optimize(data, [f"p1 * x1 - {shift} * p2"], [[0.5, 1.0]])
-            np.testing.assert_allclose(fit.parameters[0], [1, 0], atol=1e-6)
-            assert client.evaluate(data, [f"x1 + {shift}"], loss="mse")[0] == pytest.approx(
-                shift**2
-            )
-    assert len(made) < 6  # two, unless the machine pauses
-
-
-def test_one_request_alone_is_answered_without_waiting(channel):
-    method = channel.unary_unary(SERVICE + "Evaluate", None, codec.answer_from_bytes)
-    message = method(request("x1 + 2"), timeout=20)
-    assert np.frombuffer(message.losses)[0] == pytest.approx(4)
-
-
-def test_an_error_ends_the_call_and_says_why(channel):
-    call = RawCall(channel)
-    call.loss("x1 + 1")
-    with pytest.raises(grpc.RpcError) as caught:
-        call.ask("x9")
-    status, reason, _ = explained(caught.value)
-    assert (status, reason) == ("INVALID_ARGUMENT", "VARIABLE_OUT_OF_RANGE")
-
-
-def test_a_call_waits_for_the_next_request_for_some_time_only(channel):
-    call = RawCall(channel)
-    call.loss("x1")
-    assert ended(call) is grpc.StatusCode.CANCELLED
-
-
-def test_calls_that_wait_take_no_places_and_at_most_half_of_the_memory(server, channel):
-    calls = []
-    for _ in range(2 * PLACES - 2):
-        calls.append(RawCall(channel))
-        calls[-1].loss("x1")
-    assert Caller(channel).send("GetServerInfo", b"")  # there is room for others
-    ends = [ended(call) for call in calls]
-    kept = PENDING // 2 // MESSAGE
-    cancelled, ok = grpc.StatusCode.CANCELLED, grpc.StatusCode.OK
-    assert ends == [cancelled] * kept + [ok] * (len(ends) - kept)
-    call = RawCall(channel)
-    call.loss("x1")
-    assert ended(call) is cancelled  # it has waited: the memory has come back
-
-
-def test_a_call_that_is_cancelled_while_it_waits_gives_everything_back(channel):
-    for _ in range(3 * PENDING // MESSAGE):
-        call = RawCall(channel)
-        call.loss("x1")
-        call.rpc.cancel()
-    call = RawCall(channel)
-    eventually(lambda: call.loss("x1") == 0.0)
-    eventually(lambda: waits(channel))
-
-
 def test_a_client_goes_on_after_a_pause_of_any_length(server):
     with warpfit.connect(server.address, retry=warpfit.RetryPolicy(total_seconds=0)) as client:
         data = client.upload(X, X[:, 0], dtype="float64")
-        for pause in (0.0, 0.2, 0.39, 0.45, 0.6, 0.8):
+        for pause in (0.0, 0.39, 0.45):
             time.sleep(pause)
             assert client.evaluate(data, ["x1 + 1"], loss="mse")[0] == pytest.approx(1)
 
@@ -207,34 +172,6 @@ def test_short_and_long_requests_take_turns(server):
             assert client.evaluate(data, ["x1 + 2"], loss="mse")[0] == pytest.approx(4)
             losses = client.evaluate(data, ["x1 + 1"] * 20_000, loss="mse")  # 600 KB
             np.testing.assert_allclose(losses, 1)
-
-
-@pytest.mark.thorough
-def test_a_slow_network_carries_one_long_request_twice(server):
-    batch = Batch.of([parse("x1 + 1.5")] * 30_000)
-    length = len(codec.evaluation_to_bytes(Evaluation(DATA.content_id, batch, loss=Loss.MSE)))
-    assert length > 1 << 19
-    slow = Spoil(piece=1 << 14, pause=0.022)  # 0.8 s for that
-    with Proxy(server.address, up=slow) as proxy, warpfit.connect(proxy.address) as client:
-        data = client.upload(X, X[:, 0], dtype="float64")
-        sent = []
-        for _ in range(3):
-            before = proxy.sent
-            losses = client.evaluate(data, batch, loss="mse")
-            np.testing.assert_allclose(losses, 2.25)
-            sent.append((proxy.sent - before) / length)
-    assert sent == pytest.approx([1, sent[1], 1], abs=0.1)
-    assert 1.2 < sent[1] < 2.1  # the server has not waited for the second one
-
-
-def test_threads_of_a_client_get_their_own_answers(server):
-    with warpfit.connect(server.address) as client, ThreadPoolExecutor(PLACES) as pool:
-        data = client.upload(X, X[:, 0], dtype="float64")
-
-        def ask(shift):
-            return client.evaluate(data, [f"x1 + {shift}"], loss="mse")[0]
-
-        np.testing.assert_allclose(list(pool.map(ask, range(100))), np.arange(100.0) ** 2)
 
 
 def test_a_client_closes_at_once_and_a_program_ends_without_closing_it(server):
@@ -270,7 +207,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Packages of one release.
 PACKAGES = ("grpcio", "grpcio-health-checking", "grpcio-status")
 #: Calls through the client and by hand, with uploads and with answers of one and of many messages.
-CORE = "gets_the_answer or error_ends or take_turns or closes_at_once"
+CORE = "gets_the_answer or take_turns or closes_at_once"
 
 
 @pytest.mark.thorough

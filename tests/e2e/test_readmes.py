@@ -35,18 +35,19 @@ from warpfit.cli.main import main
 
 ADDRESS = "127.0.0.1:50551"
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-#: So many programs of these two have tests of their own.
-LOOKED_AT = {"README.md": 2, "client/README.md": 1}
 #: Pages like the one of PySR.
 _OF_OTHERS = [f"deploy/site/pages/coming_from_{name}.md" for name in ("gplearn", "operon", "deap")]
-PROGRAMS = [program for path in READMES for program in programs(path)[LOOKED_AT.get(path, 0) :]]
+#: Those of the front page have a test of their own.
+PROGRAMS = [program for path in READMES if path != "README.md" for program in programs(path)]
 SHELL = [s for path in READMES for s in snippets(path) if s.language == "sh"]
 LINES = [line for snippet in SHELL for line in commands(snippet)]
 INSTALLING = [snippet for snippet in SHELL if installs(snippet)]
 #: Once each, though several READMEs may name the same commands.
 RUNNING = [
-    # Compiling a worker in C++ takes most of a minute.
-    pytest.param(snippet, marks=pytest.mark.thorough) if "protoc " in snippet.code else snippet
+    # Compiling a worker in C++ takes most of a minute, and other tests start servers, too.
+    pytest.param(snippet, marks=pytest.mark.thorough)
+    if re.search(r"protoc |warpfit serve(?! --help)", snippet.code)
+    else snippet
     for snippet in {s.code: s for s in SHELL if not installs(s)}.values()
 ]
 #: What is not run as it stands, by the beginning of the command, and why. All other command lines
@@ -105,11 +106,14 @@ def execute(program: list[Snippet], server: ServerProcess, **sizes: int) -> dict
     ],
     ids=lambda program: str(program[0]),
 )
-def test_python(program: list[Snippet], server: ServerProcess, monkeypatch: pytest.MonkeyPatch):
+def test_python(
+    program: list[Snippet], server: ServerProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     for library in ("deap", "sympy", "gplearn", "pyoperon", "sklearn"):
         if any(re.search(rf"^(import|from) (warpfit\.)?{library}", s.code, re.M) for s in program):
             pytest.importorskip(library)
-    monkeypatch.chdir(ROOT)
+    writes = any("write_" in snippet.code for snippet in program)
+    monkeypatch.chdir(tmp_path if writes else ROOT)
     monkeypatch.setenv("WARPFIT_ADDRESS", server.address)  # where an estimator would start one
     for value in execute(program, server, population=50).values():
         if isinstance(value, warpfit.Client):
@@ -126,19 +130,6 @@ def test_the_front_page_finds_a_law_and_evaluates_a_population(server: ServerPro
     assert np.asarray(names["losses"]).argmin() == 0
     np.testing.assert_allclose(names["fit"].parameters[0], [2.5, 1.0], rtol=1e-3)
     names["client"].close()
-
-
-@pytest.mark.thorough  # of the searches of documents the front page's runs in the short suite
-def test_the_tutorial_finds_the_law_and_points_at_the_mistake(
-    server: ServerProcess, capsys, monkeypatch, tmp_path
-):
-    monkeypatch.chdir(tmp_path)
-    names = execute(programs("client/README.md")[0], server)
-    np.testing.assert_allclose(names["fit"].parameters[0], [1.5, 0.3], rtol=1e-3)
-    assert names["model"].score(names["X"], names["y"]) > 0.9
-    lines = capsys.readouterr().out.splitlines()
-    (place,) = [index for index, line in enumerate(lines) if line.strip() == "^"]
-    assert lines[place - 1][lines[place].index("^")] == "d"
 
 
 # ----------------------------------------------------------------------------------- shell blocks

@@ -1,6 +1,5 @@
 """Searches whose outer form or whose groups of rows are given, against a real server."""
 
-import json
 import pickle
 
 import numpy as np
@@ -8,16 +7,12 @@ import pytest
 
 import warpfit
 from support.servers.server import ServerProcess
-from warpfit.cli.main import main
 from warpfit.expressions.reference import evaluate_program
 
 pytest.importorskip("sklearn", minversion="1.6")
 
 from warpfit.sklearn import (
-    SearchWarning,
-    SymbolicClassifier,
     SymbolicRegressor,
-    SymbolicTransformer,
 )
 
 
@@ -39,45 +34,28 @@ def points(rows=100):
 
 def test_the_functions_of_a_template_are_found(search, tmp_path):
     pandas = pytest.importorskip("pandas")
-    pytest.importorskip("sympy")
     X = pandas.DataFrame(points(), columns=["a", "b", "c"])
     y = 1.7 * X.a * X.b * np.exp(-0.4 * X.c**2)
     file = tmp_path / "state.npz"
     model = search(template="f(a, b)*exp(-g(c))", simplify=True, checkpoint=file).fit(X, y)
     assert model.subformulas_ == {"f": "1.7 * a * b", "g": "0.4 * c ^ 2"}
     assert model.expression_ == "1.7 * a * b * exp(-0.4 * c ^ 2)"
-    table = model.equations_.to_pandas()
-    assert {"f", "g", "equation", "latex"} <= {*table.columns}
-    assert model.front_[0].latex in table.latex.tolist()
+    assert {"f", "g", "equation", "latex"} <= {*model.equations_.to_pandas().columns}
     # Nothing but the functions is searched: no intercept, and g does not see the other columns.
     assert all("exp(" in e.equation for e in model.front_)
     assert not any("a" in e.subformulas["g"] or "b" in e.subformulas["g"] for e in model.front_)
     copy = pickle.loads(pickle.dumps(model))
     np.testing.assert_allclose(copy.predict(X), y, rtol=1e-9)
-    values = copy.sympy().subs({"a": 1.0, "b": 2.0, "c": 1.5})
-    assert float(values) == pytest.approx(3.4 * np.exp(-0.9))
-    assert r"\exp" in copy.latex() or "e^" in copy.latex()
-    found = copy.programs_found()
-    assert all(program.variables <= 3 for program in found)
-    assert np.isfinite(evaluate_program(found[0], X.to_numpy().T)).all()
     # The search goes on from the last one or a file, which another template refuses.
-    for other in ("f(a, b) + g(c) + h(a)", None):
-        with pytest.raises(warpfit.InvalidArgumentError, match="template"):
-            search(template=other, checkpoint=file).fit(X, y)
+    with pytest.raises(warpfit.InvalidArgumentError, match="template"):
+        search(template=None, checkpoint=file).fit(X, y)
     copy.set_params(warm_start=True, generations=0, population=2, simplify=False)
     assert copy.fit(X, y).score(X, y) > 0.999999
-    assert copy.set_params(template="f(a) + g(b, c)").fit(X, y).score(X, y) < 0.999
 
 
 @pytest.mark.parametrize(
     ("template", "law"),
     [
-        # One function of two pairs of columns has the same numbers in both places.
-        pytest.param(
-            "f(x1, x2) + p1*f(x2, x3)",
-            lambda a, b, c: a**2 + 1.3 * b + 2.5 * (b**2 + 1.3 * c),
-            marks=pytest.mark.thorough,
-        ),
         # Functions of expressions and of functions, an operator that is written with others, and a
         # number of the template that is not fitted.
         ("sech(f(x1/x2)) + 0.3*x3", lambda a, b, c: 1 / np.cosh(1.2 * a / b) + 0.3 * c),
@@ -89,51 +67,15 @@ def test_templates_substitute_and_have_parameters(search, template, law):
     y = law(*X.T)
     model = search(template=template).fit(X, y)
     np.testing.assert_allclose(model.predict(X), y, rtol=1e-6)
-    if "p1" in template:
-        assert float(model.subformulas_["p1"]) == pytest.approx(2.5)
-        f = warpfit.parse(model.subformulas_["f"], ("a", "b"))
-        np.testing.assert_allclose(evaluate_program(f, X.T), X[:, 0] ** 2 + 1.3 * X[:, 1], 1e-3)
-
-
-@pytest.mark.thorough
-def test_templates_work_with_losses_guesses_units_and_in_other_estimators(search, server):
-    X = points()
-    y = 2.0 * np.sqrt(X[:, 0]) / (1 + X[:, 1] * X[:, 2]) + np.random.default_rng(1).normal(
-        0, 1e-3, 100
-    )
-    y[::40] += 50.0
-    template = "f(x1)/(1 + g(x2, x3))"
-    guess = {"f": "sqrt(x1)", "g": "x2*x3"}
-    model = search(template=template, loss="mae", guesses=[guess], generations=2).fit(X, y)
-    errors = np.abs(model.predict(X) - y)
-    assert np.median(errors) < 2e-3
-    limits = {"monotonic": {"x1": "increasing"}, "count": {"square": 0}}
-    units = {"x1": "m", "x2": "s", "x3": "1/s"}
-    model = search(template=template, constraints=limits, units=units, generations=2).fit(
-        X, 2.0 * np.sqrt(X[:, 0]) / (1 + X[:, 1] * X[:, 2])
-    )
-    assert model.score(X, 2.0 * np.sqrt(X[:, 0]) / (1 + X[:, 1] * X[:, 2])) > 0.9
-    assert not any("^ 2" in e.equation for e in model.front_)
-    with pytest.raises(warpfit.InvalidArgumentError, match="guess"):
-        search(template=template, guesses=["x1"]).fit(X, y)
-    classes = X[:, 0] * X[:, 1] > 3.0
-    tells = SymbolicClassifier(search(template="f(x1, x2)", generations=5)).fit(X, classes)
-    assert tells.score(X, classes) > 0.95
-    makes = SymbolicTransformer(search(template="f(x1)*g(x2)", generations=1), n_components=2)
-    assert makes.fit_transform(X, np.exp(X[:, 0]) * X[:, 1]).shape == (100, 2)
 
 
 @pytest.mark.parametrize(
     ("template", "reason", "says"),
     [
         ("x1 + p1", "BAD_TEMPLATE", "0 functions"),
-        (3, "BAD_TEMPLATE", "template is 3"),
-        ("f(x1) + x7", "BAD_TEMPLATE", "x7"),
         ("f(x1) + 0*g(x2)", "BAD_TEMPLATE", "does not depend on g"),
         ("f(x1) + f(x1, x2)", "WRONG_ARITY", "f takes 1 operand"),
         ("f(x1) + height", "UNKNOWN_NAME", "height"),
-        ("f(x1) +", "EXPECTED_OPERAND", "at the end"),
-        ("x1(x2)", "BAD_TEMPLATE", "another name"),
     ],
 )
 def test_templates_that_make_no_sense(template, reason, says):
@@ -141,18 +83,6 @@ def test_templates_that_make_no_sense(template, reason, says):
     with pytest.raises(warpfit.WarpfitError, match=says) as failure:
         SymbolicRegressor(template=template).fit(X, X[:, 0])
     assert failure.value.reason == reason
-
-
-def test_the_shell_takes_a_template(server: ServerProcess, tmp_path, capsys):
-    file, report = tmp_path / "table.csv", tmp_path / "report.json"
-    X = points(60)
-    table = np.column_stack([X, X[:, 0] * np.exp(-X[:, 1])])
-    np.savetxt(file, table, delimiter=",", header="a,b,c,y", comments="")
-    words = ["search", str(file), "--target", "y", "--max-seconds", "60", "--quiet", "--json"]
-    words += [str(report), "--address", server.address, "--template", "f(a)*exp(-g(b))"]
-    assert main(words) == 0
-    assert "\nf = a\ng = b\n" in capsys.readouterr().out
-    assert json.loads(report.read_text())["front"][-1]["subformulas"]["g"]
 
 
 #: Constants of the law of `grouped`, by group.
@@ -190,11 +120,8 @@ def test_groups_have_one_formula_and_constants_of_their_own(search):
         program = model.program(group=name)
         np.testing.assert_allclose(evaluate_program(program, rows), model.predict(X[own]))
         assert list(model.constants_[name]) == ["p1", "p2", "p3"]
-    shown = str(model.equations_)
-    assert "p1" in shown
-    assert "Chur" in shown
+    assert "Chur" in str(model.equations_)
     assert model.constants_.to_pandas().shape == (3, 3)
-    assert "p_" in model.latex()
     # Each group pays for its constants.
     chosen = next(e for e in model.front_ if e.program == model.program_)
     level = 0.5 * len(y) * (np.log(2 * np.pi * chosen.excess) + 1)
@@ -207,25 +134,6 @@ def test_groups_have_one_formula_and_constants_of_their_own(search):
     assert failure.value.reason == "BAD_GROUPS"
 
 
-@pytest.mark.thorough
-def test_groups_are_numbers_too_and_templates_have_them(search):
-    X, y = grouped()
-    numbers = np.column_stack([X.a, X.b, X.station.map({"Bern": 7, "Chur": 8, "Thun": 12})])
-    template = "f(x1)/g(x2) + p1"
-    model = search(group=2, template=template, generations=10).fit(numbers, y)
-    np.testing.assert_allclose(model.predict(numbers), y, atol=1e-3)
-    assert {*model.subformulas_} == {"f", "g", "p1"}
-    assert model.groups_.tolist() == [7.0, 8.0, 12.0]
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    # What was found until an interrupt has the constants of the groups.
-    with pytest.warns(SearchWarning, match="an interrupt has come"):
-        model.set_params(callback=interrupt, tolerance=0.0).fit(numbers, y)
-    np.testing.assert_allclose(model.predict(numbers), y, atol=0.1)
-
-
 @pytest.mark.parametrize(
     ("settings", "change", "says"),
     [
@@ -233,8 +141,6 @@ def test_groups_are_numbers_too_and_templates_have_them(search):
         ({"group": "station"}, {"station": "Bern"}, "there are 1 groups"),
         ({"group": "station"}, {"station": np.arange(120)}, "there are 120 groups"),
         ({"group": "station"}, {"station": np.arange(120) // 3 % 39}, "fewer than 5"),
-        ({"group": "station"}, {"station": np.nan}, "row 0 has no group"),
-        ({"group": "station"}, {"station": ["Bern"] * 60 + [None] * 60}, "row 60 has no group"),
         ({"group": "station"}, {"station": ["Bern"] * 60 + [np.nan] * 60}, "row 60 has no group"),
         ({"group": "station", "loss": "rmse"}, {}, "mean or sum"),
         ({"group": "station", "model_selection": "evidence"}, {}, "evidence"),

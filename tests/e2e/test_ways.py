@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import re
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -88,33 +90,30 @@ def test_an_error_tells_the_proxy_from_the_server_and_no_password(proxies):
     assert "secret" not in str(caught.value) + repr(warpfit.TransportConfig())
 
 
-@pytest.mark.parametrize("proxy", ["127.0.0.1:9", "https://a:1", "socks5://a:1", "http://a", 5])
-def test_what_is_no_proxy_is_refused(proxy):
-    with pytest.raises(warpfit.InvalidArgumentError, match="proxy"):
-        warpfit.TransportConfig(proxy=proxy)
+DEAD_ENDS = {
+    "unix:none.sock": "nothing listens at unix:none.sock",
+    "unix:stale.sock": "nothing listens at unix:stale.sock",
+    "unix:plain/none.sock": "cannot be reached: Not a directory",
+    "unix-abstract:warpfit-none": "nothing listens at unix-abstract:warpfit-none",
+    "127.0.0.1:9": "nothing listens at 127.0.0.1:9",
+    "[::1]:9": "at \\[::1\\]:9|\\[::1\\]:9 cannot be reached",
+    f"{NAME}:9": f"{NAME}:9 cannot be resolved",
+}
 
 
-@pytest.mark.parametrize(
-    ("address", "words"),
-    [
-        ("unix:none.sock", "nothing listens at unix:none.sock"),
-        ("unix:stale.sock", "nothing listens at unix:stale.sock"),
-        ("unix:plain/none.sock", "cannot be reached: Not a directory"),
-        ("unix-abstract:warpfit-none", "nothing listens at unix-abstract:warpfit-none"),
-        ("127.0.0.1:9", "nothing listens at 127.0.0.1:9"),
-        ("[::1]:9", "at \\[::1\\]:9|\\[::1\\]:9 cannot be reached"),
-        ("255.255.255.255:9", "cannot be reached"),
-        (f"{NAME}:9", f"{NAME}:9 cannot be resolved"),
-    ],
-)
-def test_a_dead_end_is_told_within_the_time_of_a_first_contact(
-    address, words, tmp_path, monkeypatch
-):
+def test_a_dead_end_is_told_within_the_time_of_a_first_contact(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plain").touch()
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind("stale.sock")
+
+    def told(address):
+        with warpfit.connect(address) as client, pytest.raises(warpfit.UnavailableError) as caught:
+            client.info()
+        return str(caught.value)
+
     began = time.monotonic()
-    with warpfit.connect(address) as client, pytest.raises(warpfit.UnavailableError, match=words):
-        client.info()
+    with ThreadPoolExecutor(len(DEAD_ENDS)) as pool:
+        for words, said in zip(DEAD_ENDS.values(), pool.map(told, DEAD_ENDS), strict=True):
+            assert re.search(words, said)
     assert time.monotonic() - began < 15  # a server that has answered is waited for for 20

@@ -221,24 +221,6 @@ def test_compiled_gradients_of_the_mix(engine, precision):
     assert close[finite].mean() > 0.97
 
 
-def test_repeated_gradients_are_compiled_in_the_background(engine):
-    data = make_dataset(500_000, "float32")
-    programs, vectors = thesis_mix(6, 200, variables=4)
-    batch = Batch.of(programs, vectors)
-    evaluation = Evaluation(
-        data.content_id, batch, values=False, gradient=True, loss=Loss.MSE,
-        precision=Precision.FAST,
-    )  # fmt: skip
-    engine.load(data)
-    seen = set()
-    for _ in range(2000):
-        outputs = outputs_for(evaluation, data.layout)
-        seen.add(run_to_end(engine.evaluate(evaluation, outputs)).tier)
-        if Tier.COMPILED in seen:
-            break
-    assert seen == {Tier.INTERPRETER, Tier.COMPILED}
-
-
 # ----------------------------------------------------------------------------------------- fits
 
 

@@ -76,23 +76,6 @@ def test_row_invariant_subtree_too_deep_to_hoist(evaluate: Evaluate, dtype):
     np.testing.assert_array_equal(got, np.full((1, 1, 5), 3.0))
 
 
-@pytest.mark.parametrize("chunk", [1 << 12, 1 << 16])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_results_larger_than_a_chunk(evaluate: Evaluate, monkeypatch, dtype, chunk):
-    rng = np.random.default_rng(1)
-    data = rng.normal(size=(3, 5000)).astype(dtype)
-    dataset = Dataset.of(data.T, data[0], dtype=dtype)
-    programs = [Program.apply("mul", x, P[0]) for x in X] * 5
-    vectors = [rng.normal(size=(3, 1))] * 15
-    whole = evaluate(dataset, programs, vectors, loss=Loss.SSE, rows=(17, 4999))
-    monkeypatch.setattr(tier, "_CHUNK_BYTES", chunk)
-    cut = evaluate(dataset, programs, vectors, loss=Loss.SSE, rows=(17, 4999))
-    np.testing.assert_array_equal(cut.values, whole.values)
-    np.testing.assert_array_equal(cut.losses, whole.losses)
-    assert evaluate.announced == sorted(evaluate.announced)
-    assert evaluate.announced[-1] == 15
-
-
 def test_fast_mode_leaves_float64_precise(evaluate: Evaluate):
     rng = np.random.default_rng(2)
     dataset = Dataset.of(rng.normal(size=(100, 10)), dtype=np.float64)

@@ -1,0 +1,327 @@
+"""What is around a process: its owner, its forks, its folder and its descriptors."""
+
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import warpfit
+from support.servers.server import eventually
+from warpfit.child_processes import clean_environment
+
+# ---------------------------------------------- a server ends with the program that has started it
+
+
+#: What programs do that have a server: they print its processes, and then wait.
+BEGIN = """
+import json, os, psutil, signal, sys, threading, time, warpfit
+def show():
+    own = [one.pid for one in psutil.Process().children(recursive=True)]
+    print(json.dumps(own), flush=True)
+flags = ("--devices", "cpu", "--threads", "1", "--front-ends", "1")
+"""
+WAIT = "with warpfit.local(*flags) as client:\n    client.info(); show(); time.sleep(100)\n"
+#: Forks by Python close the pipe; one that does not go through Python leaves it open.
+FORK = """
+with warpfit.local(*flags) as client:
+    client.info(); show()
+    if __import__("ctypes").CDLL(None).fork() == 0:
+        time.sleep(100)
+        os._exit(0)
+    time.sleep(100)
+"""
+EXEC = """
+with warpfit.local(*flags) as client:
+    client.info(); show()
+    sys.stdin.readline()
+    os.execv("/bin/sleep", ["sleep", "100"])
+"""
+
+
+def lives(process):
+    """Tell whether a process runs: one that its parent has not waited for does not."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("program", "end"),
+    [
+        pytest.param(WAIT, signal.SIGTERM, id="SIGTERM", marks=pytest.mark.thorough),
+        pytest.param(FORK, signal.SIGKILL, id="a child that Python does not know lives longer"),
+        pytest.param(EXEC, None, id="another program in its place", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_server_ends_with_its_owner_and_leaves_nothing(tmp_path, program, end):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", BEGIN + program]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as owner:
+        assert owner.stdin is not None
+        assert owner.stdout is not None
+        children = [psutil.Process(pid) for pid in json.loads(owner.stdout.readline())]
+        assert len(children) >= 3, "the server, a front end, an engine"
+        others = {one.pid for one in psutil.Process(owner.pid).children()} - {
+            one.pid for one in children
+        }
+        if program is EXEC:
+            owner.stdin.write("\n")
+            owner.stdin.flush()
+        if end is not None:
+            owner.send_signal(end)
+        try:
+            eventually(lambda: not any(map(lives, children)), 60)
+            eventually(lambda: not list(tmp_path.glob("warpfit-*")), 60)
+        finally:
+            for pid in {owner.pid, *others, *(one.pid for one in children if one.is_running())}:
+                subprocess.run(["kill", "-9", str(pid)], stderr=subprocess.DEVNULL, check=False)
+
+
+# ---------------------------------------------------------------- forks of a process with a client
+
+
+CLIENT = """
+import asyncio, multiprocessing, os, sys, threading, time
+import numpy as np
+import warpfit
+
+client = warpfit.connect(sys.argv[1])
+data = client.upload(np.arange(10.0)[:, None], np.arange(10.0))
+
+def call(i):
+    return float(client.evaluate(data, [f"x1 + {i}"], loss="mse", timeout=5)[0])
+
+def call_often():
+    while True:
+        client.evaluate(data, ["x1"], loss="mse")
+"""
+POOL = """
+with multiprocessing.get_context("fork").Pool(4) as pool:
+    assert pool.map_async(call, range(40)).get(30) == [float(i * i) for i in range(40)]
+assert call(3) == 9.0
+"""
+PROGRAMS = {
+    "while a thread calls": "threading.Thread(target=call_often, daemon=True).start()\n"
+    "time.sleep(0.3)" + POOL,
+    "while a long call is in flight": """
+import socket
+silent = socket.create_server(("127.0.0.1", 0))
+def wait():
+    try:
+        warpfit.connect(f"127.0.0.1:{silent.getsockname()[1]}").info(timeout=4)
+    except warpfit.DeadlineExceededError as error:
+        ends.append(error)
+ends = []
+thread = threading.Thread(target=wait)
+thread.start()
+time.sleep(0.5)
+begin = time.monotonic()
+child = os.fork()
+if not child:
+    assert call(1) == 1.0
+    assert warpfit.connect(sys.argv[1]).info().engine == "cpu"
+    sys.exit(7)
+assert time.monotonic() - begin < 3
+assert thread.is_alive(), "the long call was to be in flight all the time"
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert call(3) == 9.0
+thread.join()
+assert ends
+""",
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "while a thread calls",
+        pytest.param("while a long call is in flight", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_fork_leaves_calls_that_work_or_say_why(server, case):
+    run_script(CLIENT + PROGRAMS[case], server.address, {"GRPC_ENABLE_FORK_SUPPORT": "1"})
+
+
+def test_a_child_says_that_grpc_was_loaded_without_care_for_forks(server):
+    script = (
+        CLIENT
+        + """
+child = os.fork()
+if not child:
+    try:
+        call(1)
+    except warpfit.InvalidArgumentError as error:
+        sys.exit(7 if "GRPC_ENABLE_FORK_SUPPORT" in str(error) else 3)
+    sys.exit(4)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+    )
+    run_script(script, server.address, {"GRPC_ENABLE_FORK_SUPPORT": "0"})
+
+
+def run_script(script, address, environment):
+    command = [sys.executable, "-W", "ignore", "-c", script, address]
+    environment = os.environ | environment
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+# --------------------------------------------------------------------------- what processes import
+
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAP = (
+    "open({marker!r}, 'a').write(__name__ + chr(10))\nraise ImportError('not of the installation')"
+)
+#: What starts children runs here, in a process that is itself safe.
+EMBEDDED = """
+with warpfit.local("--devices", "cpu") as client:
+    data = client.upload([[1.0], [2.0], [3.0]], [2.0, 4.0, 6.0])
+    print(client.evaluate(data, ["p1*x1"], [[2.0]], loss="mse")[0])
+"""
+COMPILERS = """
+import pathlib, tempfile
+from warpfit_server.engine.native.compile_processes import compile_once
+place = pathlib.Path(tempfile.mkdtemp())
+compile_once(place, "none", "warpfit_server.engine.cpu.codegen.parts", [[]])
+print((place / "none.complete").exists())
+"""
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """A folder that somebody else could write to, and the file of what was imported from it."""
+    folder, marker = tmp_path_factory.mktemp("hostile"), tmp_path_factory.mktemp("seen") / "names"
+    names = {*sys.stdlib_module_names, *importlib.metadata.packages_distributions()}
+    for name in names | {"sitecustomize", "usercustomize", "warpfit", "warpfit_server", "shutil"}:
+        if name.isidentifier():
+            (folder / f"{name}.py").write_text(TRAP.format(marker=str(marker)))
+    (folder / ".numba_config.yaml").write_text("disable_jit: 1\n")
+    (folder / "libcuda.so.1").write_text("no library")
+    return folder, marker
+
+
+@pytest.mark.parametrize(
+    ("script", "printed"),
+    [(COMPILERS, "True"), pytest.param(EMBEDDED, "0.0", marks=pytest.mark.thorough)],
+    ids=["compilers", "embedded"],
+)
+def test_children_import_nothing_of_the_working_directory(hostile, script, printed):
+    folder, marker = hostile
+    own = clean_environment(os.environ)
+    entry = os.pathsep + own.get("PYTHONPATH", "")
+    start = f"import os; os.environ['PYTHONPATH'] = {entry!r}; del os.environ['PYTHONSAFEPATH']\n"
+    command = [
+        sys.executable,
+        "-c",
+        f"{start}os.environ['LD_LIBRARY_PATH'] = ':'\nimport warpfit\n{script}",
+    ]
+    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == printed, done.stderr
+    assert not marker.exists(), marker.read_text()
+
+
+def test_every_child_is_started_in_one_way():
+    files = [*ROOT.glob("client/warpfit/**/*.py"), *ROOT.glob("server/**/*.py")]
+    found = [path.name for path in files if "sys.executable" in path.read_text()]
+    assert found == ["child_processes.py"]
+
+
+FOLDERS = {
+    "": None,
+    ".:./": None,
+    ":/more": "/more",
+    "/more::/other:": "/more:/other",
+    "packages:/more": "{here}/packages:/more",
+}
+
+
+@pytest.mark.parametrize("variable", ["PYTHONPATH", "LD_LIBRARY_PATH"])
+def test_folders_of_a_variable(variable):
+    for given, kept in FOLDERS.items():
+        expected = {} if kept is None else {variable: kept.format(here=Path.cwd())}
+        cleaned = clean_environment({variable: given, "HOME": "/h"})
+        assert cleaned == {"HOME": "/h", "PYTHONSAFEPATH": "1", **expected}
+
+
+# ------------------------------------------ standard output that is closed, full or read by nobody
+
+
+WARPFIT = f"exec {sys.executable} -c 'import sys, warpfit.cli.main as m; sys.exit(m.main())'"
+SERVE = f"{WARPFIT} serve --port 0 --devices cpu --threads 1"
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("a,y\n" + "".join(f"{i},{2 * i + 1}\n" for i in range(20)))
+    return path
+
+
+def run_line(text, server, table, *redirections):
+    """Run a command in a shell; return its status and standard error."""
+    line = f"{WARPFIT} {text} {' '.join(redirections)}"
+    environment = {**os.environ, "ADDRESS": server.address, "TABLE": str(table)}
+    done = subprocess.run(
+        ["sh", "-c", line], env=environment, capture_output=True, text=True, timeout=200
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "output", "unbuffered"),
+    [
+        ("info $ADDRESS", ">/dev/full", ""),
+        ("token alice", ">&-", "1"),
+        pytest.param("serve --help", "<&- >&-", "", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_command_that_cannot_print_says_so(server, table, text, output, unbuffered, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    status, err = run_line(text, server, table, output)
+    assert status == 2
+    lines = err.strip().splitlines()
+    assert lines[-1].startswith("warpfit: error: standard output cannot be written: "), err
+    assert len(lines) == (3 if text == "token alice" else 1), err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "errors", "status"),
+    [
+        ("fit $TABLE 'p1*a + p2' --target y --address $ADDRESS", "<&- 2>&-", 0),
+        ("eval $TABLE 'a +' --address $ADDRESS", ">&- 2>/dev/full", 2),
+    ],
+)
+def test_a_command_that_cannot_complain_does_its_work(server, table, text, errors, status):
+    assert run_line(text, server, table, errors)[0] == status
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("redirections", ["> /dev/full 2>&1", "<&- >&- 2>&-"])
+def test_a_server_serves_whatever_its_descriptors_are(tmp_path, redirections):
+    file = tmp_path / "address"
+    line = f"{SERVE} --front-ends 1 --address-file {file} {redirections}"
+    with subprocess.Popen(["sh", "-c", line], stderr=subprocess.DEVNULL) as process:
+        try:
+            address = f"file://{file}"
+            with warpfit.connect(address, wait=60, tls=False) as client:
+                data = client.upload([[1.0], [2.0]])
+                for _ in range(20):
+                    assert client.evaluate(data, ["2*x1"]).tolist() == [[2.0], [4.0]]
+            time.sleep(0.2)
+            assert process.poll() is None
+        finally:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0

@@ -1,0 +1,421 @@
+"""Tokens and tenants: wrong tokens, what is of another tenant, and limits over all front ends."""
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+
+import warpfit
+from support.servers.rpcs import (
+    DATA,
+    METHODS,
+    OWN_CONNECTION,
+    SERVICE,
+    WIDE,
+    Caller,
+    X,
+    bearer,
+    detail_of,
+    explained,
+    long_request,
+    request,
+    start,
+)
+from support.servers.server import ServerProcess, eventually, write_secret
+from warpfit import codec
+from warpfit.cli import main as cli
+from warpfit.cli.top import scrape
+from warpfit.dataset import Dataset
+from warpfit.transport.connection import new_token
+from warpfit.v1 import evaluator_pb2 as pb
+
+UNKNOWN = Dataset.of(X + 1, X[:, 0], dtype="float64")
+CONNECTIONS, RATE = 4, 5
+TENANTS = f"""
+tenants.mallory.suspended = true
+tenants.carol = {{programs = 1, rate = 5, searches = 0, rows = 1000}}
+tenants.bob.searches = 1
+tenants.slow.rate = {RATE}
+tenants.few.requests = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokens") / "tokens"
+    names = ("alice", "bob", "carol", "mallory", "slow", "few")
+    made = {name: new_token(name) for name in names}
+    token, line = new_token("alice", days=1)
+    made["late"] = token, f"{line.rpartition(' ')[0]} 2020-01-01T00:00:00Z"
+    write_secret(path, "# tenants\n\n" + "".join(f"{line}\n" for _, line in made.values()))
+    path.with_name("tenants.toml").write_text(TENANTS)
+    return path, {name: token for name, (token, _) in made.items()}
+
+
+@pytest.fixture(scope="module")
+def server(tokens):
+    path, _ = tokens
+    tenants = str(path.with_name("tenants.toml"))
+    flags = ("--token-file", str(path), "--tenants-file", tenants, "--front-ends", "2")
+    flags += ("--max-searches", "4", "--metrics-port", "0")
+    with ServerProcess("--threads", "1", *flags) as process:
+        yield process
+
+
+@pytest.fixture
+def as_tenant(server, tokens):
+    @contextmanager
+    def connected(name=None, metadata=None):
+        if metadata is None:
+            metadata = bearer(tokens[1][name]) if name else ()
+        with grpc.insecure_channel(server.address, OWN_CONNECTION) as channel:
+            yield Caller(channel, metadata)
+
+    return connected
+
+
+#: Whose token, or which metadata, a call comes with, and why it is refused.
+REFUSED = {
+    "missing": ((), "TOKEN_MISSING"),
+    "other scheme": ((("authorization", "Basic YWxpY2U6cHc="),), "TOKEN_MISSING"),
+    "empty": (bearer(""), "TOKEN_UNKNOWN"),
+    "wrong": (bearer("x" * 43), "TOKEN_UNKNOWN"),
+    "forged forwarding": ((("warpfit-tenant-bin", b"alice"),), "TOKEN_MISSING"),
+    "late": (None, "TOKEN_EXPIRED"),
+    "mallory": (None, "TENANT_SUSPENDED"),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "method"),
+    [*(("missing", method) for method in METHODS), *((case, "Evaluate") for case in REFUSED)],
+)
+def test_without_a_valid_token(as_tenant, method, case):
+    metadata, reason = REFUSED[case]
+    status = "PERMISSION_DENIED" if case == "mallory" else "UNAUTHENTICATED"
+    with as_tenant(case, metadata) as caller:
+        assert caller.refused(method)[:2] == (status, reason)
+
+
+def test_data_of_another_tenant_are_not_there(as_tenant):
+    with as_tenant("alice") as alice:
+        alice.call("UploadVariables")
+        for _ in range(CONNECTIONS):
+            with as_tenant("bob") as bob:
+                for method in (
+                    "GetVariables",
+                    "Evaluate",
+                    "Optimize",
+                    "Search",
+                    "ReleaseVariables",
+                ):
+                    others = bob.refused(method, DATA)
+                    assert others == bob.refused(method, UNKNOWN)
+                    assert others[:2] == ("NOT_FOUND", "DATASET_NOT_FOUND")
+        for name in sorted(set(METHODS) - {"OpenDataset"}):
+            assert alice.call(name), "the owner still has them"
+
+
+def test_tenants_do_not_give_each_others_back(server, tokens):
+    alice, bob = (
+        warpfit.connect(server.address, token=tokens[1][name]) for name in ("alice", "bob")
+    )
+    with alice, bob:
+        data = alice.upload(3 * X, X[:, 0], dtype="float64")
+        copy = pickle.loads(pickle.dumps(data))
+        before = alice.info().datasets, bob.info().datasets
+        for everywhere in (False, True):
+            bob.release(data, everywhere=everywhere)  # as if it were not there
+            assert (alice.info().datasets, bob.info().datasets) == before
+        with bob.upload(3 * X, X[:, 0], dtype="float64") as own:
+            bob.release(own, everywhere=True)
+        alice.evaluate(copy, ["x1"], loss="mse")
+
+
+def test_an_upload_does_not_tell_what_another_tenant_has(as_tenant):
+    messages = list(codec.upload_messages(DATA, 1 << 20))
+    with as_tenant("alice") as alice, as_tenant("bob") as bob:
+        alice.call("UploadVariables")
+        for pieces, reason in (
+            (messages[:1], "TRUNCATED_UPLOAD"),
+            ([messages[0], _flipped(messages[1])], "BAD_DIGEST"),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                bob.send("UploadVariables", pieces)
+            assert explained(caught.value)[1] == reason
+        assert bob.refused("Evaluate")[0] == "NOT_FOUND"
+
+
+def test_the_clients_carry_tokens(server, tokens, monkeypatch, tmp_path, capsys):
+    token = tokens[1]["alice"]
+    with (
+        warpfit.connect(server.address) as client,
+        pytest.raises(warpfit.UnauthenticatedError, match="no token"),
+    ):
+        client.info()
+    assert asyncio.run(_async_values(server.address, token=token)) == 50
+    file = tmp_path / "token"
+    write_secret(file, f"{token}\n")
+    assert cli.main(["info", server.address, "--token-file", str(file)]) == 0
+    assert cli.main(["info", server.address]) == 2
+    assert "no token" in capsys.readouterr().err
+    monkeypatch.setenv("WARPFIT_TOKEN", token)
+    with warpfit.connect(server.address) as client:
+        assert client.evaluate(client.upload(X), ["x1"]).shape == (50, 1)
+
+
+def test_there_is_no_reflection(as_tenant):
+    for version in ("v1", "v1alpha"):
+        with as_tenant("alice") as alice:
+            name = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+            method = alice.channel.stream_stream(name)
+            with pytest.raises(grpc.RpcError) as caught:
+                list(method(iter([b"\x3a\x00"]), timeout=10, metadata=alice.metadata))
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+# ------------------------------------------------------------------------------------------ limits
+
+
+def test_programs_and_rows_of_a_tenant(server, tokens, as_tenant):
+    with warpfit.connect(server.address, token=tokens[1]["carol"]) as carol:
+        data = carol.upload(X, X[:, 0])
+        assert carol.evaluate(data, ["x1", "x2"]).shape == (len(X), 2), "the client sends two calls"
+        with pytest.raises(warpfit.ResourceExhaustedError) as caught:
+            carol.upload(np.zeros((1001, 1)))
+        assert (caught.value.needed, caught.value.available) == (1001, 1000)
+        assert "--tenants-file (rows)" in caught.value.remedy
+    time.sleep(1.1)  # her five calls a second are used up
+    with as_tenant("carol") as raw:
+        for method, reason in (("Evaluate", "TOO_MANY_PROGRAMS"), ("Search", "TOO_MANY_SEARCHES")):
+            message = request(data, ["x1", "x2"]) if method == "Evaluate" else searching(data)
+            with pytest.raises(grpc.RpcError) as caught:
+                raw.send(method, message)
+            assert explained(caught.value)[:2] == ("RESOURCE_EXHAUSTED", reason)
+
+
+def test_the_rate_holds_for_all_front_ends_and_every_call_is_counted_once(server, as_tenant):
+    before = scrape(server.facts["metrics"])
+    statuses, refused = Counter(), []
+    with ExitStack() as stack:
+        connected = [stack.enter_context(as_tenant("slow")) for _ in range(8)]
+        started = time.monotonic()
+        for turn in range(6 * RATE):
+            try:
+                connected[turn % 8].call("GetServerInfo")
+                statuses["OK"] += 1
+            except grpc.RpcError as error:
+                refused.append(error)
+                statuses[error.code().name] += 1
+        seconds = time.monotonic() - started
+    assert RATE <= statuses["OK"] <= RATE * (1 + seconds) + 1
+    assert statuses.keys() == {"OK", "RESOURCE_EXHAUSTED"}
+    detail = detail_of(refused[0])
+    assert detail.reason == "RATE_LIMITED"
+    assert 0 < detail.retry_after_ms <= 1100
+    labels = {"method": "GetServerInfo", "tenant": "slow"}
+
+    def is_counted():  # once the further front end has sent what it has counted
+        after, name = scrape(server.facts["metrics"]), "warpfit_requests_total"
+        return all(
+            after.total(name, **labels, status=status)
+            == before.total(name, **labels, status=status) + count
+            for status, count in statuses.items()
+        )
+
+    eventually(is_counted)
+
+
+@pytest.fixture
+def wide(server, tokens):
+    """Data of the tenant that may have two calls in flight."""
+    with warpfit.connect(server.address, token=tokens[1]["few"]) as client:
+        yield client.upload(WIDE, WIDE[:, 0])
+
+
+def test_calls_in_flight_are_counted_over_all_front_ends(server, as_tenant, wide):
+    message = long_request(wide)
+    with ExitStack() as stack:
+        connected = [stack.enter_context(as_tenant("few")) for _ in range(8)]
+        for _ in range(2):
+            running = occupied(server, connected[:2], message)
+            for caller in connected[2:]:  # whichever front end has it
+                status, reason, _ = caller.refused("Evaluate", wide.dataset)
+                assert (status, reason) == ("RESOURCE_EXHAUSTED", "TOO_MANY_REQUESTS")
+            for call in running:
+                call.cancel()
+            eventually(lambda: not is_full(connected[3], wide))
+
+
+def occupied(server, connected, message):
+    """Start a call on each connection, again where it is refused; return them once they run."""
+    running = [start(one.channel, message, metadata=one.metadata) for one in connected]
+
+    def all_run():
+        for index, one in enumerate(connected):
+            if running[index].done():  # refused
+                running[index] = start(one.channel, message, metadata=one.metadata)
+        return server.in_flight().calls == len(running)
+
+    eventually(all_run)
+    return running
+
+
+def is_full(caller, data):
+    """Tell whether a small call is refused; one that is taken may wait behind others."""
+    try:
+        caller.call("Evaluate", data.dataset, 1.0)
+    except grpc.RpcError as error:
+        return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+    return False
+
+
+def connections(process, port):
+    return sum(
+        connection.laddr.port == port and connection.status == psutil.CONN_ESTABLISHED
+        for connection in process.net_connections("tcp")
+    )
+
+
+# ---------------------------------------------------------------------------------------- searches
+
+
+def searching(dataset=DATA, **budget):
+    """Ask for a search that is small, and endless unless it has a budget."""
+    budget = budget or {"max_seconds": 600.0}
+    return pb.SearchRequest(
+        content_id=dataset.content_id, population=64, islands=1, no_pairs=True, **budget
+    ).SerializeToString()
+
+
+def begun(caller):
+    """Begin a search, and wait for its first progress; return gRPC's call."""
+    call = caller.channel.unary_stream(SERVICE + "Search")(searching(), metadata=caller.metadata)
+    next(call)
+    return call
+
+
+def refused_search(caller):
+    """The detail with which a short search is refused; None if it runs."""
+    try:
+        caller.send("Search", searching(max_generations=1))
+    except grpc.RpcError as error:
+        return detail_of(error)
+    return None
+
+
+def test_a_tenant_has_its_share_of_the_searches_and_leaves_the_others_theirs(as_tenant):
+    with as_tenant("alice") as alice, as_tenant("bob") as bob:
+        for tenant in (alice, bob):
+            tenant.call("UploadVariables")
+        calls = [begun(alice), begun(alice), begun(bob)]
+        for tenant, limit in ((alice, 2), (bob, 1)):
+            detail = refused_search(tenant)
+            assert (detail.reason, detail.available) == ("TOO_MANY_SEARCHES", limit)
+            assert detail.retry_after_ms > 0
+        for _ in range(10):  # calls have turns beside searches
+            alice.call("GetVariables")
+            assert bob.call("Evaluate")
+        for call in (calls[0], calls[2]):
+            call.cancel()
+        eventually(lambda: refused_search(alice) is None, 60.0)
+        calls[1].cancel()
+
+
+def test_of_many_searches_at_once_some_run_and_the_others_are_told_when_to_come(as_tenant):
+    with as_tenant("alice") as caller:
+        caller.call("UploadVariables")
+        method = caller.channel.unary_stream(SERVICE + "Search")
+        calls = [method(searching(), metadata=caller.metadata) for _ in range(50)]
+        reasons, running = set(), []
+        for call in calls:
+            try:
+                next(call)
+                running.append(call)
+            except grpc.RpcError as error:
+                reasons.add(detail_of(error).reason)
+                assert detail_of(error).retry_after_ms > 0
+        assert len(running) == 2
+        assert reasons <= {"TOO_MANY_SEARCHES", "TOO_MANY_REQUESTS", "QUEUE_FULL"}
+        assert caller.call("Evaluate")
+        for call in running:
+            next(call)
+            call.cancel()
+
+
+def test_calls_of_a_front_end_that_dies_come_back(server, as_tenant, wide):
+    """The last test of this server: connections may fail until there is another front end."""
+    message = long_request(wide)
+    front_end = server.front_ends()[0]
+    port = int(server.address.rpartition(":")[2])
+    for _ in range(40):
+        with as_tenant("few") as one, as_tenant("few") as two:
+            running = occupied(server, (one, two), message)
+            if connections(front_end, port) == 2:
+                os.kill(front_end.pid, signal.SIGKILL)
+                break
+            for call in running:
+                call.cancel()
+    else:
+        pytest.fail("the kernel gave the front end no two connections")
+    with as_tenant("few") as caller:
+        eventually(lambda: not is_full(caller, wide))  # nor does anybody compute for it
+
+
+# ---------------------------------------------------------------------------------- wrong settings
+
+
+#: Flags of servers that do not start, and what they say.
+WRONG_SETTINGS = [
+    (["--token-file", "open-to-all"], "chmod 600"),
+    (["--tls-cert", "no-such.crt", "--tls-key", "no-such.key"], "cannot be used for TLS"),
+    (["--tenants-file", "no-such-file"], "cannot be used"),
+    (["--cache-dir", "open-to-all-too"], "can be written by its group or by others"),
+]
+#: Tries to start one server after the other.
+START_ALL = """
+import json, sys
+from warpfit_server.__main__ import main
+for flags in json.loads(sys.argv[1]):
+    try:
+        status = main(["--port", "0", *flags])
+    except SystemExit as end:
+        status = end.code
+    print("status", status, file=sys.stderr)
+"""
+
+
+def test_servers_with_wrong_settings_do_not_start(tmp_path):
+    (tmp_path / "open-to-all").touch()
+    (tmp_path / "open-to-all").chmod(0o644)
+    (tmp_path / "open-to-all-too").mkdir()
+    (tmp_path / "open-to-all-too").chmod(0o777)
+    flags = json.dumps([flags for flags, _ in WRONG_SETTINGS])
+    command = [sys.executable, "-c", START_ALL, flags]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert "Traceback" not in done.stderr
+    *said, rest = done.stderr.split("status 2\n")
+    assert not rest
+    for (flags, message), words in zip(WRONG_SETTINGS, said, strict=True):
+        assert message in words, flags
+
+
+def _flipped(message: bytes) -> bytes:
+    return message[:-1] + bytes([message[-1] ^ 1])
+
+
+async def _async_values(address: str, **options) -> int:
+    async with warpfit.connect_async(address, **options) as client:
+        data = await client.upload(X)
+        return len(await client.evaluate(data, ["x1"]))
