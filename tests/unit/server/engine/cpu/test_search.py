@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.any_search import TARGETS, table_of, target_of
+from support.any_search import tables_of, targets_of
 from support.engines.requests import Pause, run_steps
 from support.engines.searches import (
     SIMPLE,
@@ -307,9 +307,10 @@ def any_search(draw):
     """Draw data and what is asked of them."""
     rng = np.random.default_rng(draw(st.integers(0, 1000)))
     rows, columns = draw(st.sampled_from([1, 2, 3, 60, 300])), draw(st.integers(1, 3))
-    kind = draw(st.sampled_from(["uniform", "normal", "constant", "far", "huge"]))
-    X = table_of(kind, rows, columns, rng)
-    y = target_of(draw(st.sampled_from(TARGETS)), X, rng)
+    tables = tables_of(rows, columns, rng)
+    X = tables[draw(st.sampled_from(["uniform", "normal", "constant", "far", "huge"]))]()
+    targets = targets_of(X, rng)
+    y = targets[draw(st.sampled_from(sorted(targets)))]()
     weights = draw(st.sampled_from([None, rng.integers(0, 3, rows) / 2.0]))
     population, islands = draw(st.sampled_from([(1, 1), (1, 0), (3, 1), (3, 2), (96, 3)]))
     units = None
