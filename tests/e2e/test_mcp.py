@@ -339,10 +339,10 @@ def test_searches_of_a_caller_stop_nobody_else(server, root, monkeypatch):
 
 
 def test_callers_over_http_share_the_time_of_the_process(monkeypatch):
-    now, slept, known = [0.0], [], {mcp_server.token_digest(t) for t in ("greedy", "modest")}
+    now, slept, served, known = [0.0], [], [], set()
 
     async def app(scope, receive, send):
-        await receive()
+        served.append((await receive())["body"])
 
     async def asleep(seconds):
         slept.append(seconds)
@@ -362,20 +362,41 @@ def test_callers_over_http_share_the_time_of_the_process(monkeypatch):
             sent.append(message.get("status"))
 
         own = [(b"authorization", b"Bearer " + token)]
-        asyncio.run(shares({"type": "http", "headers": own, "client": (address, 1)}, receive, send))
+        scope = {"type": "http", "headers": own, "client": (address, 1)}
+        asyncio.run(shares(scope, receive, send))
         return sent[0] if sent else None
 
-    assert [call(b"greedy") for _ in range(500)] == [None] * 500
+    known.update(mcp_server.token_digest(token) for token in ("greedy", "modest"))
+    for _ in range(1000):
+        assert call(b"greedy") is None
     assert not slept, "nobody else has called"
+    now[0] += 60.0
     call(b"modest")
-    for number in range(100):
+    for _ in range(200):
         call(b"greedy")
-        call(b"modest") if number % 10 == 0 else None
-    assert slept
+        call(b"modest", address="10.0.0.2") if now[0] % 1.0 > 0.5 else None
+    greedy = now[0] - 60.0
+    assert greedy == pytest.approx(200 * 0.006 / 0.25 - 1.0, abs=0.6), "a quarter of the time"
+    now[0] += 60.0
+    del slept[:]
     call(b"greedy", bytes(30 << 20))
     call(b"modest")
     assert call(b"greedy") == 429, "it would wait for longer than anybody should"
+    call(b"modest")
+    assert not slept
     now[0] += 60.0
-    for number in range(200):  # tokens that nobody has accepted
+    for number in range(60):
+        call(b"greedy")
+        call(b"modest") if number % 10 == 0 else None
+    assert slept
+    assert not shares._waiting
+    shares._waiting[mcp_server.token_digest("greedy")] = 32  # each of which keeps a connection
+    assert call(b"greedy") == 429
+    shares._waiting.clear()
+    del slept[:]
+    now[0] += 60.0
+    for number in range(300):  # tokens that nobody has accepted
         call(f"made up {number}".encode(), address="10.0.0.9")
+        call(b"modest") if number % 50 == 0 else None
+    assert slept
     assert len(shares._paid) < 10
