@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -31,6 +30,7 @@ from harness import SEED, ServerProcess, save
 
 import warpfit
 from support.load.callers import on_cores
+from support.load.processes import beside
 from support.random_programs import thesis_mix
 from support.servers.health import check
 from support.servers.network import FLOODS, RawConnection
@@ -41,7 +41,6 @@ from warpfit.calls.arguments import build_fit
 from warpfit.dataset import Dataset
 from warpfit.v1 import evaluator_pb2 as pb
 
-_CONTEXT: Final = multiprocessing.get_context("spawn")
 TENANTS: Final = ("innocent", "greedy", "second")
 #: Of the innocent tenant: programs and rows of a call, and the pause between two calls.
 PROGRAMS, ROWS, PACE = 100, 2000, 0.02
@@ -135,19 +134,22 @@ def calls(message: bytes, scene: Scene, method: str = "Evaluate") -> Callable[[A
     return lambda channel: list(start(channel, message, method, metadata=metadata))
 
 
+def uploaded(scene: Scene, rows: int, variables: int = 1, tenant: str = "greedy") -> Any:
+    """Upload a table whose first variable is the target."""
+    X = np.random.default_rng(SEED).random((rows, variables), dtype="f4")
+    with scene.client(tenant) as client:
+        return client.upload(X, X[:, 0])
+
+
 def wide_gradients(scene: Scene) -> Callable[[Any], object]:
     """Gradients by 20,000 variables: 160 MB from a request of 43 kB."""
-    X = np.random.default_rng(SEED).normal(size=(10, 20_000)).astype("f4")
-    with scene.client() as client:
-        data = client.upload(X, X[:, 0])
+    data = uploaded(scene, 10, 20_000)
     return calls(request(data, ["x1"] * 1000, loss="mse", variable_gradient=True), scene)
 
 
 def wide_fits(scene: Scene) -> Callable[[Any], object]:
     """Fits of 500 parameters."""
-    X = np.random.default_rng(SEED).normal(size=(1000, 2))
-    with scene.client() as client:
-        data = client.upload(X, X[:, 0])
+    data = uploaded(scene, 1000, 2)
     text = "+".join(f"p{k}*x{1 + k % 2}" for k in range(1, 501))
     fit = build_fit(data, [text] * 100, [[1.0] * 500] * 100, {"max_iterations": 20})
     return calls(codec.fit_to_message(fit).SerializeToString(), scene, "Optimize")
@@ -155,9 +157,7 @@ def wide_fits(scene: Scene) -> Callable[[Any], object]:
 
 def long_programs(scene: Scene) -> Callable[[Any], object]:
     """Programs of 10,000 tokens with their gradients."""
-    X = np.random.default_rng(SEED).normal(size=(1000, 2))
-    with scene.client() as client:
-        data = client.upload(X, X[:, 0])
+    data = uploaded(scene, 1000, 2)
     program = warpfit.parse("+".join(f"x{1 + k % 2}" for k in range(LONGEST // 2)))
     return calls(request(data, [program] * 4, loss="mse", variable_gradient=True), scene)
 
@@ -204,11 +204,9 @@ def silent_streams(scene: Scene, stop: Any) -> None:
 
 def unread_answers(scene: Scene, stop: Any) -> None:
     """Two tenants with 64 calls each whose answers nobody reads."""
-    X = np.random.default_rng(SEED).normal(size=(20_000, 2)).astype("f4")
     with ExitStack() as stack:
         for tenant in ("greedy", "second"):
-            with scene.client(tenant) as client:
-                data = client.upload(X, X[:, 0])
+            data = uploaded(scene, 20_000, 2, tenant)
             message = request(data, ["x1"] * 20, values=True)
             token = scene.tokens[tenant]
             connection = stack.enter_context(RawConnection(scene.address, token, reads=False))
@@ -222,10 +220,7 @@ def unread_answers(scene: Scene, stop: Any) -> None:
 
 def idle_memory(scene: Scene) -> Callable[[Any], object]:
     """Answers of up to 64 MB, whose memory the server keeps."""
-    X = np.random.default_rng(SEED).normal(size=(100_000, 1)).astype("f4")
-    with scene.client() as client:
-        data = client.upload(X, X[:, 0])
-    return calls(request(data, ["x1"] * 160, values=True), scene)
+    return calls(request(uploaded(scene, 100_000), ["x1"] * 160, values=True), scene)
 
 
 def idle_connections(scene: Scene, stop: Any) -> None:
@@ -238,16 +233,9 @@ def idle_connections(scene: Scene, stop: Any) -> None:
             stop.wait(20)
 
 
-def long_data(scene: Scene, rows: int, variables: int = 1) -> tuple[warpfit.Client, Any]:
-    """Upload many rows or variables; return the greedy tenant's client, and the data set."""
-    X = np.random.default_rng(SEED).random((rows, variables), dtype="f4")
-    client = scene.client()
-    return client, client.upload(X, X[:, 0])
-
-
 def refused_calls(scene: Scene, stop: Any) -> None:
     """60 threads that repeat their calls 20 ms after each refusal."""
-    client, data = long_data(scene, 200_000)
+    client, data = scene.client(), uploaded(scene, 200_000)
 
     def work(_: int) -> None:
         while not stop.is_set():
@@ -261,21 +249,19 @@ def refused_calls(scene: Scene, stop: Any) -> None:
 
 def long_losses(scene: Scene) -> Callable[[Any], object]:
     """200 programs of one token with a loss of 251 tokens, on 1,000,000 rows."""
-    _, data = long_data(scene, 1_000_000)
+    data = uploaded(scene, 1_000_000)
     loss = warpfit.LossFunction.parse("abs(d)" + "+abs(d)" * 49)
     return calls(request(data, ["x1"] * 200, loss=loss), scene)
 
 
 def fits_of_many_variables(scene: Scene) -> Callable[[Any], object]:
     """Fits of one parameter on 20,000 variables and 1,024 rows."""
-    _, data = long_data(scene, 1024, 20_000)
-    return fits(scene, data)
+    return fits(scene, uploaded(scene, 1024, 20_000))
 
 
 def fits_of_many_rows(scene: Scene) -> Callable[[Any], object]:
     """Fits that leave missing values out, on 30,000,000 rows."""
-    _, data = long_data(scene, 30_000_000)
-    return fits(scene, data, missing="drop")
+    return fits(scene, uploaded(scene, 30_000_000), missing="drop")
 
 
 def fits(scene: Scene, data: Any, **options: Any) -> Callable[[Any], object]:
@@ -286,7 +272,7 @@ def fits(scene: Scene, data: Any, **options: Any) -> Callable[[Any], object]:
 
 def changing_rows(scene: Scene) -> Callable[[Any], object]:
     """Scores over row ranges that change from call to call."""
-    _, data = long_data(scene, 30_000_000)
+    data = uploaded(scene, 30_000_000)
     numbers, metadata = itertools.count(1), bearer(scene.tokens["greedy"])
 
     def call(channel: Any) -> None:
@@ -332,7 +318,7 @@ def _attack(name: str, scene: Scene, stop: Any) -> None:
     os._exit(0)  # whatever its threads still wait for
 
 
-def _watch(scene: Scene, stop: Any, found: Any) -> None:
+def _watch(scene: Scene, stop: Any) -> dict[str, Any]:
     """Process: ask whether the server is ready; tell how often it said what, and the slowest."""
     seen: dict[str, Any] = {}
     while not stop.wait(HEALTH_PACE):
@@ -343,7 +329,7 @@ def _watch(scene: Scene, stop: Any, found: Any) -> None:
             of_port[status] = of_port.get(status, 0) + 1
             taken = round(1e3 * (time.perf_counter() - asked), 1)
             of_port["longest_ms"] = max(of_port["longest_ms"], taken)
-    found.put(seen)
+    return seen
 
 
 class Innocent:
@@ -376,36 +362,6 @@ class Innocent:
         p50, p99 = np.percentile(times, (50, 99)).round(2).tolist()
         figures = {"p50_ms": p50, "p99_ms": p99, "max_ms": round(max(times), 1)}
         return {"calls": len(times), "failed": failed, "wrong": wrong, **figures}
-
-
-@contextmanager
-def running(function: Any, *arguments: Any) -> Iterator[None]:
-    """Run a function in a process of its own, with an event that ends it."""
-    stop = _CONTEXT.Event()
-    process = _CONTEXT.Process(target=function, args=(*arguments, stop))
-    process.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        process.join(20)
-        if process.is_alive():
-            process.kill()
-
-
-@contextmanager
-def watched(scene: Scene) -> Iterator[dict[str, Any]]:
-    """Watch the server's health; the dictionary is filled at the end."""
-    stop, queue = _CONTEXT.Event(), _CONTEXT.Queue()
-    process = _CONTEXT.Process(target=_watch, args=(scene, stop, queue))
-    process.start()
-    seen: dict[str, Any] = {}
-    try:
-        yield seen
-    finally:
-        stop.set()
-        seen |= queue.get(timeout=30)
-        process.join(10)
 
 
 def memory(server: ServerProcess) -> int:
@@ -443,7 +399,7 @@ def attacked(name: str, seconds: float) -> dict[str, Any]:
                 most.append(memory(server))
 
         weighing = threading.Thread(target=weigh)
-        with watched(scene) as health, running(_attack, name, scene):
+        with beside(_watch, scene) as health, beside(_attack, name, scene):
             time.sleep(4)  # it has begun, also one that uploads much
             weighing.start()
             under = innocent.measure(seconds)
@@ -457,7 +413,7 @@ def attacked(name: str, seconds: float) -> dict[str, Any]:
             "ratio_p50": round(under["p50_ms"] / alone["p50_ms"], 2),
             "ratio_p99": round(under["p99_ms"] / alone["p99_ms"], 2),
             "afterwards": afterwards,
-            "health": health,
+            "health": health[0],
             "MiB_before_most_after": [before, max(most), memory(server)],
             "log_bytes": log.stat().st_size - written,
         }

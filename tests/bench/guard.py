@@ -39,6 +39,7 @@ from support.load.callers import (
     closed_loop,
     on_cores,
 )
+from support.load.processes import beside
 from support.random_programs import thesis_mix
 from support.servers.server import tenants_file, token_file
 from warpfit import codec
@@ -142,20 +143,6 @@ def _flood(targets: list[Target], count: int, turn: Any, stop: Any) -> None:
         thread.join()
 
 
-@contextmanager
-def flood(targets: list[Target], count: int) -> Iterator[Any]:
-    """A process that sends as much as it can of what the value says that this yields."""
-    turn, stop = _CONTEXT.Value("i", _PAUSE), _CONTEXT.Event()
-    process = _CONTEXT.Process(target=_flood, args=(targets, count, turn, stop))
-    process.start()
-    time.sleep(3)
-    try:
-        yield turn
-    finally:
-        stop.set()
-        process.join(90)
-
-
 def milliseconds(seconds: list[float]) -> dict[str, float]:
     if not seconds:
         return {"calls": 0}
@@ -177,7 +164,9 @@ def greedy(address: str, tokens: dict[str, str], asked: Work, seconds: float) ->
         # Other programs in each round, as from one generation to the next: they are compiled anew.
         targets = [prepared(address, tokens["greedy"], job, number) for number in range(ROUNDS)]
         Caller(targets[0]).call()  # the first fit on a machine compiles what steers fits, once
-        with flood(targets, threads) as turn:
+        turn = _CONTEXT.Value("i", _PAUSE)
+        with beside(_flood, targets, threads, turn):
+            time.sleep(3)
             for number in range(ROUNDS):
                 turn.value = _PAUSE
                 time.sleep(1)  # what it has begun ends
@@ -201,31 +190,14 @@ def _times(outcomes: Outcomes, wanted: str = "OK") -> list[float]:
     return [outcome.seconds for outcome in outcomes if outcome.status == wanted]
 
 
-def _watch(target: Target, go: Any, stop: Any, seen: Any) -> None:
+def _watch(target: Target, go: Any, stop: Any) -> Outcomes:
     """Process: one client that does nothing else calls now and then."""
     caller = Caller(target)
-    seen.put(None)
     outcomes = []
     while not stop.wait(WATCH_SECONDS):
         if go.wait(0.2):
             outcomes.append(caller.call()[0])
-    seen.put(outcomes)
-
-
-@contextmanager
-def watched(target: Target) -> Iterator[tuple[Any, Outcomes]]:
-    """A client of its own, while the event is set; the list has what it saw, afterwards."""
-    go, stop, seen = _CONTEXT.Event(), _CONTEXT.Event(), _CONTEXT.Queue()
-    process = _CONTEXT.Process(target=_watch, args=(target, go, stop, seen))
-    process.start()
-    seen.get(timeout=60)  # it is connected
-    outcomes: Outcomes = []
-    try:
-        yield go, outcomes
-    finally:
-        stop.set()
-        outcomes += seen.get(timeout=90)
-        process.join(90)
+    return outcomes
 
 
 class Account:
@@ -276,13 +248,15 @@ def overload(target: Target, crew: Crew, seconds: float) -> dict[str, Any]:
         trials[count] = trial.answered
     clients = max(trials, key=trials.__getitem__)
     peak, beyond, patient = (Account(seconds / 2) for _ in range(3))
-    with watched(target) as (go, seen):
+    go = _CONTEXT.Event()
+    with beside(_watch, target, go) as found:
         for _ in range(ROUNDS):
             peak.phase(partial(crew.closed, clients))
             go.set()
             beyond.phase(partial(crew.open, 10 * peak.answered))
             go.clear()
             patient.phase(partial(crew.closed, 10 * clients))
+    (seen,) = found
     beyond.outcomes += seen  # its answers are answers, too
     refused = _times(beyond.outcomes, "RESOURCE_EXHAUSTED")
     others = len(beyond.outcomes) - len(refused) - len(_times(beyond.outcomes))

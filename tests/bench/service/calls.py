@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -34,8 +35,8 @@ from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.dataset import Dataset
 from warpfit.request import Timings
 from warpfit.server_info import Limits
+from warpfit.testing import InProcessServer
 from warpfit.transport.call import Request
-from warpfit.transport.channel import OpenCalls
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.engine.lowering import are_valid
 from warpfit_server.limits import check_batch
@@ -94,18 +95,23 @@ def call_costs(data: DatasetHandle, batches: list[Any], messages: list[bytes]) -
         warpfit.connect(address) as client,
         grpc.insecure_channel(address) as channel,
     ):
-        method = channel.unary_unary(METHOD)
-        open_calls = OpenCalls(channel.stream_stream(METHOD), ())
-        return microseconds(
+        method, asked = channel.unary_unary(METHOD), SimpleQueue[bytes | None]()
+        answers = channel.stream_stream(METHOD)(iter(asked.get, None))
+
+        def ask(turn: int) -> None:
+            asked.put(messages[turn])
+            next(answers)
+
+        found = microseconds(
             {
                 "fresh": lambda turn: client.run(data, *batches[turn], **OPTIONS),
                 "repeated": lambda turn: client.run(data, *batches[0], **OPTIONS),
                 "grpc_alone": lambda turn: method(messages[turn]),
-                "open_call_alone": lambda turn: open_calls.call(
-                    Request("Evaluate", messages[turn], list)
-                ),
+                "open_call_alone": ask,
             }
         )
+        asked.put(None)
+        return found
 
 
 @contextmanager
@@ -125,10 +131,12 @@ def serve_answer() -> None:
     """Answer every request with the same bytes until standard input ends; calls may go on."""
     answer = answer_bytes(DatasetHandle(data_set()))
     handler = grpc.stream_stream_rpc_method_handler(lambda asked, _: (answer for _ in asked))
+    (info,) = InProcessServer().answer(Request("GetServerInfo", None, list))
+    greeting = grpc.unary_unary_rpc_method_handler(lambda *_: info.SerializeToString())
     _, service, method = METHOD.split("/")
+    handlers = {method: handler, "GetServerInfo": greeting}
     server = grpc.server(ThreadPoolExecutor(8))  # some for calls that stay open
-    handlers = grpc.method_handlers_generic_handler(service, {method: handler})
-    server.add_generic_rpc_handlers((handlers,))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     print(server.add_insecure_port("127.0.0.1:0"), flush=True)
     server.start()
     sys.stdin.read()

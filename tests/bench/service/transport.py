@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import psutil
 from harness import SEED, ServerProcess, save, seconds_of
 
 import warpfit
 from support.load.faults import injected
+from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.dataset import Dataset
 from warpfit.transport.call import Request
 
@@ -36,9 +36,6 @@ def rates(size: int, seconds: list[float]) -> dict[str, float]:
     return {"gb_s": size / median / 1e9, "best_gb_s": size / best / 1e9}
 
 
-# ------------------------------------------------------------------------------------- bounds
-
-
 def memory_bounds(size: int) -> dict[str, Any]:
     """Copying memory that is in use already, and hashing it."""
     source = np.random.default_rng(SEED).bytes(size)
@@ -50,20 +47,17 @@ def memory_bounds(size: int) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------- warpfit
-
-
 @contextmanager
-def client_and_front_end(**environment: str) -> Iterator[tuple[warpfit.Client, psutil.Process]]:
-    """A client of a server with one front end, and its process."""
+def connected(**environment: str) -> Iterator[warpfit.Client]:
+    """A client of a server with one front end."""
     with (
         ServerProcess("--front-ends", "1", **environment) as server,
         warpfit.connect(server.address) as client,
     ):
-        yield client, server.front_ends()[0]
+        yield client
 
 
-def answers(client: warpfit.Client, front_end: psutil.Process, *, idle: bool) -> dict[str, Any]:
+def answers(client: warpfit.Client, *, idle: bool) -> dict[str, Any]:
     """A value matrix, again and again; an idle engine computes nothing, so that it only moves."""
     X = np.random.default_rng(SEED).normal(size=(ROWS, 10)).astype(np.float32)
     expressions = [warpfit.parse(f"x{n % 10 + 1}") for n in range(PROGRAMS)]
@@ -73,67 +67,38 @@ def answers(client: warpfit.Client, front_end: psutil.Process, *, idle: bool) ->
     if not (idle or np.array_equal(first.values, expected)):
         raise SystemExit("wrong values")
     del first
-    seconds, work, engine = [], [], []
-    for _ in range(ROUNDS):
-        cpu, started = cpu_seconds(front_end), time.perf_counter()
-        answer = client.run(data, expressions)
-        seconds.append(time.perf_counter() - started)
-        work.append(cpu_seconds(front_end) - cpu)
-        engine.append(answer.timings.compute / 1e9)
-        del answer
-    size = expected.nbytes
-    return {
-        "bytes": size,
-        **({} if idle else {"engine_seconds": statistics.median(engine)}),
-        **described(size, seconds, work),
-    }
+    seconds = seconds_of(lambda: client.run(data, expressions), ROUNDS)
+    return {"bytes": expected.nbytes, **rates(expected.nbytes, seconds)}
 
 
-def uploads(client: warpfit.Client, front_end: psutil.Process) -> dict[str, Any]:
+def uploads(client: warpfit.Client) -> dict[str, Any]:
     """Fresh content each time: making it ready (transposed, hashed), and sending."""
     X = np.random.default_rng(SEED).normal(size=(UPLOAD_ROWS, UPLOAD_VARIABLES)).astype(np.float32)
-    ready, seconds, work = [], [], []
+    ready, seconds = [], []
     failover = client._failover
     for turn in range(5):
         X[0, 0] = turn
         started = time.perf_counter()
         dataset = Dataset.of(X)
         ready.append(time.perf_counter() - started)
-        cpu, started = cpu_seconds(front_end), time.perf_counter()
-        failover.upload(
-            next(iter(failover.servers)), Request("GetVariables", None, dataset=dataset)
-        )
-        seconds.append(time.perf_counter() - started)
-        work.append(cpu_seconds(front_end) - cpu)
-        handle = warpfit.calls.dataset_handle.DatasetHandle(dataset)
-        client.release(handle, everywhere=True)
-    size = X.nbytes
-    found = {"bytes": size, "ready": rates(size, ready), **described(size, seconds, work)}
-    for figure, choose in (("gb_s", statistics.median), ("best_gb_s", min)):
-        found[f"with_ready_{figure}"] = size / (choose(ready) + choose(seconds)) / 1e9
-    return found
-
-
-def described(size: int, seconds: list[float], work: list[float]) -> dict[str, float]:
-    """Rates, and processor time of client and front end for each GB."""
-    return {**rates(size, seconds), "cpu_seconds_a_gb": statistics.median(work) / size * 1e9}
-
-
-def cpu_seconds(front_end: psutil.Process) -> float:
-    """Processor time of this process and the server's front end."""
-    times = front_end.cpu_times()
-    return time.process_time() + times.user + times.system
+        asked = Request("GetVariables", None, dataset=dataset)
+        server = next(iter(failover.servers))
+        seconds += seconds_of(lambda a=asked, s=server: failover.upload(s, a), 1)
+        client.release(DatasetHandle(dataset), everywhere=True)
+    both = [sum(pair) for pair in zip(ready, seconds, strict=True)]
+    found = {"bytes": X.nbytes, "ready": rates(X.nbytes, ready), **rates(X.nbytes, seconds)}
+    return {**found, "with_ready_gb_s": rates(X.nbytes, both)["gb_s"]}
 
 
 def main() -> None:
     bounds = memory_bounds(ROWS * PROGRAMS * 4)
-    with client_and_front_end(**injected("idle=1")) as (client, front_end):
-        moved = answers(client, front_end, idle=True)
-    with client_and_front_end() as (client, front_end):
+    with connected(**injected("idle=1")) as client:
+        moved = answers(client, idle=True)
+    with connected() as client:
         found = {
             "answer": moved,
-            "answer_with_cpu_engine": answers(client, front_end, idle=False),
-            "upload": uploads(client, front_end),
+            "answer_with_cpu_engine": answers(client, idle=False),
+            "upload": uploads(client),
         }
     save("transport", {"seed": SEED, "bounds": bounds, **found})
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Self
+
+_CONTEXT = multiprocessing.get_context("spawn")
 
 
 class Processes:
@@ -16,12 +19,11 @@ class Processes:
     """
 
     def __init__(self, function: Callable[..., None], given: Sequence[tuple[Any, ...]]) -> None:
-        context = multiprocessing.get_context("spawn")
         self.ends, self.running = [], []
         for arguments in given:
-            ours, theirs = context.Pipe()
+            ours, theirs = _CONTEXT.Pipe()
             self.ends.append(ours)
-            self.running.append(context.Process(target=function, args=(*arguments, theirs)))
+            self.running.append(_CONTEXT.Process(target=function, args=(*arguments, theirs)))
             self.running[-1].start()
         for end in self.ends:
             end.recv()
@@ -41,3 +43,28 @@ class Processes:
             end.send(None)
         for process in self.running:
             process.join(90)
+
+
+@contextmanager
+def beside(function: Callable[..., Any], *given: Any) -> Iterator[list[Any]]:
+    """Run a function in a process of its own, of what it is given and of an event that ends it.
+
+    What it returns stands in the list afterwards.
+    """
+    stop, (ours, theirs) = _CONTEXT.Event(), _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=_return, args=(theirs, function, *given, stop))
+    process.start()
+    theirs.close()
+    found: list[Any] = []
+    try:
+        yield found
+    finally:
+        stop.set()
+        with suppress(EOFError):  # a process that has ended in another way
+            found += [ours.recv()] if ours.poll(90) else []
+        process.join(30)
+        process.kill()
+
+
+def _return(end: Any, function: Callable[..., Any], *given: Any) -> None:
+    end.send(function(*given))
