@@ -160,7 +160,7 @@ def greedy(address: str, tokens: dict[str, str], asked: Work, seconds: float) ->
     pace = max(PACE, REST * usual)
     result: dict[str, Any] = {}
     for name, (threads, job) in asked.greedy.items():
-        alone, beside, rounds = [], [], []
+        alone, crowded, rounds = [], [], []
         # Other programs in each round, as from one generation to the next: they are compiled anew.
         targets = [prepared(address, tokens["greedy"], job, number) for number in range(ROUNDS)]
         Caller(targets[0]).call()  # the first fit on a machine compiles what steers fits, once
@@ -174,12 +174,12 @@ def greedy(address: str, tokens: dict[str, str], asked: Work, seconds: float) ->
                 turn.value = number
                 time.sleep(0.5)
                 rounds.append(closed_loop(caller, 2 * seconds / ROUNDS, pace))
-                beside += rounds[-1]
-        assert all(outcome.status == "OK" for outcome in beside)
-        p99 = [float(np.percentile(x, 99)) for x in (_times(alone), _times(beside))]
+                crowded += rounds[-1]
+        assert all(outcome.status == "OK" for outcome in crowded)
+        p99 = [float(np.percentile(x, 99)) for x in (_times(alone), _times(crowded))]
         result[f"{threads} greedy clients, {name}"] = {
             "alone": milliseconds(_times(alone)),
-            "beside": milliseconds(_times(beside)),
+            "beside": milliseconds(_times(crowded)),
             "p99_ratio": round(p99[1] / p99[0], 2),
             "beside_p99_ms_of_each_round": [milliseconds(_times(one))["p99_ms"] for one in rounds],
         }
