@@ -158,7 +158,12 @@ def engine_environment(cache_directory: Path | None) -> dict[str, str]:
 
 def numba_directory(cache_directory: Path) -> Path:
     """Return Numba's folder for exactly these sources."""
-    return cache_directory / f"numba-{fingerprint(_sources())}"
+    return cache_directory / f"numba-{source_fingerprint()}"
+
+
+def source_fingerprint() -> str:
+    """Hash everything that compiled code takes functions, constants or types from."""
+    return fingerprint(_sources())
 
 
 def fingerprint(sources: Iterable[Path]) -> str:

@@ -58,11 +58,11 @@ _KERNELS: Final = {
 _HOST_CODE: Final[dict[str, dict[str, tuple[float, Callable[[], object]]]]] = {
     "values": {
         "check": (0.8, load_check),
-        "launches": (5.0, launches.load),
+        "launches": (1.2, launches.load),
     },
     "derivatives": {
-        "host lowering": (15.0, derivative_launches.load),
-        "kernel plans": (12.0, partial(numba_cache.load_chunk_function, differentiate_chunk)),
+        "host lowering": (3.5, derivative_launches.load),
+        "kernel plans": (2.5, partial(numba_cache.load_chunk_function, differentiate_chunk)),
         "kernel loads": (0.5, kernel_store.load),
         **fits.PARTS,
     },

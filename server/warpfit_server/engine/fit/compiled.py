@@ -47,4 +47,4 @@ def load() -> None:
 
 #: What other processes compile: seconds that it takes, and what loads it. The methods share most
 #: functions, which one process types and lowers once.
-PARTS: Final[dict[str, tuple[float, Callable[[], None]]]] = {"fits": (32.0, load)}
+PARTS: Final[dict[str, tuple[float, Callable[[], None]]]] = {"fits": (7.0, load)}

@@ -15,6 +15,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Final
 
+import llvmlite.binding as llvm
 import numba
 from numba.core import codegen, compiler
 
@@ -65,13 +66,17 @@ class _Callee(_WithParts):
         return whole
 
 
-class _Whole(_WithParts):
+class Whole(_WithParts):
     """Machine code of a function with all that it calls."""
+
+    instructions = ""
+    """All instructions as text, before LLVM optimises them for a processor."""
 
     def finalize(self) -> None:
         """Link all parts, and compile them."""
         for part in reversed(self.parts):  # LLVM takes a callee only if there is a caller
             self._final_module.link_in(_module(part), preserve=True)
+        self.instructions = str(self._final_module)
         super().finalize()
 
 
@@ -84,6 +89,20 @@ class _NoMachineCode:
 
 def _module(part: Any) -> Any:
     return part.own_module() if isinstance(part, _Callee) else part._get_module_for_linking()
+
+
+def machine_code(generator: Any, name: str, instructions: str) -> Any:
+    """Compile the instructions of a `Whole`; return what Numba's cache keeps of a library.
+
+    The passes of LLVM, and so the machine code, are those of `Whole.finalize`.
+    """
+    library = Whole(generator, name)
+    library._final_module = llvm.parse_assembly(instructions)
+    library._optimize_final_module()
+    library._final_module.verify()
+    library._finalized = True
+    shared = library._get_module_for_linking().as_bitcode()
+    return name, "object", (generator._tm.emit_object(library._final_module), shared)
 
 
 class WholeCompiler(compiler.Compiler):  # type: ignore[misc]
@@ -102,7 +121,7 @@ class WholeCompiler(compiler.Compiler):  # type: ignore[misc]
     def define_pipelines(self) -> Any:
         """Return the usual passes, which fill a library of this function."""
         state = self.state
-        state.library = _Whole(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library = Whole(state.targetctx.codegen(), state.func_id.func_qualname)
         state.library.enable_object_caching()
         return super().define_pipelines()
 

@@ -23,6 +23,7 @@ from numba.core import caching
 from numba.core.compiler_lock import global_compiler_lock
 from numba.np import linalg
 
+from warpfit_server.engine.native import instructions
 from warpfit_server.engine.native.code_libraries import compiler_options
 from warpfit_server.system import compile_cache
 from warpfit_server.system.compile_cache import default_cache_directory, numba_directory
@@ -118,6 +119,16 @@ class _SealedCache(caching.FunctionCache):  # type: ignore[misc]
         self._cache_file = _SealedFiles(
             locator.get_cache_path(), self._impl.filename_base, locator.get_source_stamp()
         )
+
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        """Load a function's machine code; if it is not kept yet, make it of the instructions."""
+        found = super().load_overload(signature, target)
+        if found is None:
+            made = instructions.find(self._py_func, signature, target)
+            if made is not None:
+                self._cache_file.save(self._index_key(signature, target.codegen()), made)
+                found = self._impl.rebuild(target, made)
+        return found
 
 
 def load(function: Any, signature: Any) -> None:

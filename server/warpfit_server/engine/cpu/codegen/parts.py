@@ -66,45 +66,53 @@ def _chunk_function(seconds: float, function: Any) -> Part:
     return Part(seconds, partial(numba_cache.load_chunk_function, function))
 
 
-def _objects(suffix: str, compile_object: Callable[[Arithmetic], bytes]) -> dict[Arithmetic, bytes]:
-    """Load the object files of kernels of all arithmetics."""
-    ending = f"{suffix}-{numba_cache.host_tag()}.o"
-    return {
-        arithmetic: compile_cache.find_or_make(
-            numba_cache.default_directory() / f"{arithmetic.label}{ending}",
-            partial(compile_object, arithmetic),
+def _kernels(
+    seconds: float, suffix: str, build_object: Callable[[Arithmetic], bytes]
+) -> dict[str, Part]:
+    """Object files of kernels, a part for each arithmetic."""
+
+    def load_object(arithmetic: Arithmetic) -> bytes:
+        file = f"{arithmetic.label}{suffix}-{numba_cache.host_tag()}.o"
+        return compile_cache.find_or_make(
+            numba_cache.default_directory() / file, partial(build_object, arithmetic)
         )
+
+    return {
+        f"{arithmetic.label}{suffix}": Part(seconds, partial(load_object, arithmetic))
         for arithmetic in Arithmetic
     }
 
 
+_KERNELS: Final = _kernels(1.9, "-kernels", build)
+_DERIVATIVE_KERNELS: Final = _kernels(3.5, "-derivatives", build_derivatives)
 PARTS: Final = {
-    "lower": _chunk_function(4.8, lower_chunk),
-    "kernels": Part(4.5, partial(_objects, "", build)),
-    "interpret": _chunk_function(6.5, interpret_chunk),
-    "parallel": Part(2.0, parallel_loop.load),
-    "check": Part(0.6, load_check),
-    "differentiate": _chunk_function(10.0, differentiate_chunk),
-    "linearise": _chunk_function(12.5, linearise_chunk),
-    "derivative_kernels": Part(8.5, partial(_objects, "-derivatives", build_derivatives)),
-    "combine": _chunk_function(5.5, combine_chunk),
-    "populate": _chunk_function(8.0, colony.populate_chunk),
-    "breed": _chunk_function(12.0, colony.breed_chunk),
-    "screen": _chunk_function(10.0, colony.screen_chunk),
-    "fit": _chunk_function(9.5, colony.fit_chunk),
-    "keep": _chunk_function(2.0, colony.keep_chunk),
-    "weigh": Part(3.5, pairs.load),
-    "rules": Part(2.8, genome.load),
-    "compose": Part(3.0, composition.load),
+    "lower": _chunk_function(1.0, lower_chunk),
+    **_KERNELS,
+    "interpret": _chunk_function(0.8, interpret_chunk),
+    "parallel": Part(0.4, parallel_loop.load),
+    "check": Part(0.1, load_check),
+    "differentiate": _chunk_function(2.5, differentiate_chunk),
+    "linearise": _chunk_function(2.0, linearise_chunk),
+    **_DERIVATIVE_KERNELS,
+    "combine": _chunk_function(0.7, combine_chunk),
+    "populate": _chunk_function(1.8, colony.populate_chunk),
+    "breed": _chunk_function(2.6, colony.breed_chunk),
+    "screen": _chunk_function(1.8, colony.screen_chunk),
+    "fit": _chunk_function(2.0, colony.fit_chunk),
+    "keep": _chunk_function(0.3, colony.keep_chunk),
+    "weigh": Part(1.0, pairs.load),
+    "rules": Part(0.6, genome.load),
+    "compose": Part(1.0, composition.load),
     **{name: Part(*part) for name, part in fits.PARTS.items()},
 }
 #: What is needed at the same time, and is compiled side by side: a start needs "values". Parts that
-#: stand together call the same functions, which one process compiles once for all of them.
+#: stand together call the same functions, which one process compiles once for all of them if there
+#: are no `instructions`.
 GROUPS: Final = {
-    "values": (("lower",), ("kernels",), ("interpret",), ("parallel", "check")),
+    "values": (("lower",), *[(name,) for name in _KERNELS], ("interpret",), ("parallel", "check")),
     "derivatives": (
-        *(("differentiate",), ("linearise", "combine"), ("derivative_kernels",)),
-        *((name,) for name in fits.PARTS),
+        *(("differentiate",), ("linearise", "combine")),
+        *[(name,) for name in (*_DERIVATIVE_KERNELS, *fits.PARTS)],
     ),
     "search": (
         ("populate", "breed", "rules", "compose"),
@@ -152,8 +160,9 @@ def load(processes: int = 1) -> Kernels:
     """
     names = {row.code: name for name, row in ops.OPERATORS.items()} | {COPY_CODE: COPY}
     kernels = {}
-    for arithmetic, code in load_group("values", processes, urgent=True)["kernels"].items():
-        owner = _link(code)
+    found = load_group("values", processes, urgent=True)
+    for arithmetic, part in zip(Arithmetic, _KERNELS, strict=True):
+        owner = _link(found[part])
         addresses = np.zeros(CODE_COUNT, dtype=np.int64)
         for index, name in names.items():
             addresses[index] = owner.get_function_address(symbol(name))
@@ -169,8 +178,8 @@ def load_derivatives(kernels: Kernels, processes: int) -> Kernels:
     found = load_group("derivatives", processes, urgent=False)
     names = {kernel.code: kernel.name for kernel in partial_kernels()} | {PRODUCT_CODE: PRODUCT}
     both = {}
-    for arithmetic, code in found["derivative_kernels"].items():
-        owner, own = _link(code), kernels[arithmetic]
+    for arithmetic, part in zip(Arithmetic, _DERIVATIVE_KERNELS, strict=True):
+        owner, own = _link(found[part]), kernels[arithmetic]
         addresses = own.addresses.copy()
         for index, name in names.items():
             addresses[index] = owner.get_function_address(symbol(name))

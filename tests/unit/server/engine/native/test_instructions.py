@@ -1,0 +1,60 @@
+"""The instructions that come with the sources: of these sources, and of no other ones."""
+
+from __future__ import annotations
+
+import lzma
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("numba")
+
+from warpfit_server.engine.native import instructions
+from warpfit_server.system.compile_cache import engine_environment, source_fingerprint
+
+LOADS = """
+from warpfit_server.engine.cpu.codegen import parts
+from warpfit_server.engine.native import code_libraries
+
+def fail(*_):
+    raise AssertionError("Numba compiles")
+
+code_libraries.WholeCompiler.compile_extra = fail
+for part in ("parallel", "check", "rules", "lower"):
+    parts.PARTS[part].load()
+"""
+
+
+def test_they_were_written_from_these_sources():
+    written, _, _ = lzma.decompress(instructions.FILE.read_bytes()).partition(b" ")
+    wanted = "python -m warpfit_server.engine.native.instructions writes them again"
+    assert written.decode() == source_fingerprint(), wanted
+
+
+@pytest.mark.skipif("x86_64" not in instructions.stamp(), reason="they are for x86-64")
+def test_numba_compiles_nothing_where_they_are(tmp_path):
+    tmp_path.chmod(0o700)
+    command = [sys.executable, "-c", LOADS]
+    subprocess.run(command, env=engine_environment(tmp_path), check=True, timeout=300)
+    assert list(tmp_path.rglob("*.nbc")), "what LLVM has made of them is kept"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no xz", "other", "cut"])
+def test_functions_are_compiled_where_there_are_none(content, monkeypatch, tmp_path):
+    kept = instructions.FILE.read_bytes()
+    changed = lzma.compress(b"other" + lzma.decompress(kept))
+    path = tmp_path / "instructions.xz"
+    if content is not None:
+        path.write_bytes({"other": changed, "cut": kept[:-1000]}.get(content, content))
+    monkeypatch.setattr(instructions, "FILE", path)
+    assert instructions._read.__wrapped__() == {}
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_the_same_are_written_again(tmp_path):
+    path = tmp_path / "instructions.xz"
+    instructions.write(path)
+    again, kept = [lzma.decompress(file.read_bytes()) for file in (path, instructions.FILE)]
+    assert again == kept
