@@ -284,7 +284,7 @@ def selected(front: Sequence[Equation], name: str) -> int:
 
 
 def reason_against(favourite: Equation, chosen: Equation, rows: int, *, is_few: bool) -> str:
-    """Return why an equation that is not supported was not chosen, for a warning.
+    """Return why a criterion's favourite is not supported, and what was chosen, for a warning.
 
     Args:
         favourite: the equation that the criterion prefers.
@@ -292,7 +292,10 @@ def reason_against(favourite: Equation, chosen: Equation, rows: int, *, is_few: 
         rows: number of rows.
         is_few: whether they are too few to hold some out.
     """
-    instead = f"{chosen.equation[:200]} is chosen"
+    is_same = chosen.equation == favourite.equation
+    instead = "It is chosen all the same, because no other one is supported better"
+    if not is_same:
+        instead = f"{chosen.equation[:200]} is chosen"
     if is_few:
         return (
             f"has {favourite.complexity} tokens, which {rows} rows do not pay for: a search finds "
@@ -300,9 +303,10 @@ def reason_against(favourite: Equation, chosen: Equation, rows: int, *, is_few: 
         )
     robust = "a loss such as 'mae' or 'huber' is less disturbed by them"
     if favourite.r2_held_out < 0.0:
+        if not is_same:
+            instead += f", which has {chosen.r2_held_out:.3g}"
         return (
-            f"has an R2 of {favourite.r2_held_out:.3g} on the rows held out, so that "
-            f"{chosen.equation[:200]} with an R2 of {chosen.r2_held_out:.3g} is chosen. "
+            f"has an R2 of {favourite.r2_held_out:.3g} on the rows held out. {instead}. "
             f"The data may hold little but noise, or outliers: {robust}. "
             "held_out=0 chooses without such rows"
         )

@@ -61,24 +61,31 @@ def find(function: Any, signature: Any, target: Any) -> Any:
         signature: types of its arguments.
         target: Numba's context of the processor.
     """
-    found = _read().get(_name(function))
-    if found is None or found.signature != str(signature):
+    content = _read().get(_name(function))
+    if content is None:
+        return None
+    found = _Function(*pickle.loads(content))
+    if found.signature != str(signature):
         return None
     code = code_libraries.machine_code(target.codegen(), found.library, found.instructions)
     return code, *found.rest
 
 
 @functools.cache
-def _read() -> dict[str, _Function]:
-    """Return the functions by name; none if the file was written from other sources."""
+def _read() -> dict[str, bytes]:
+    """Return the functions by name; none if the file was written from other sources.
+
+    Each is pickled by itself, because reading it imports its module: those of CUDA need packages
+    that not every machine has.
+    """
     try:
         of_sources, functions = lzma.decompress(FILE.read_bytes()).split(b"\n", 1)
     except (OSError, ValueError, lzma.LZMAError):
         return {}
     if of_sources.decode() != stamp():
         return {}
-    found = pickle.loads(functions)
-    return {name: _Function(*fields) for name, fields in found.items()}
+    found: dict[str, bytes] = pickle.loads(functions)
+    return found
 
 
 def stamp() -> str:
@@ -112,8 +119,8 @@ def _write_here(path: Path) -> None:
         _, descriptor, environment, types, is_object, lifted, _, initial, _ = compiled._reduce()
         rest = descriptor, environment, types, is_object, lifted, "", initial, environments
         fields = _Function(str(signature), compiled.library.name, instructions, rest)
-        found[_name(function)] = tuple(fields)
-    functions = dumps(dict(sorted(found.items())))
+        found[_name(function)] = dumps(tuple(fields))
+    functions = pickle.dumps(dict(sorted(found.items())), protocol=4)
     path.write_bytes(lzma.compress(of_sources.encode() + b"\n" + functions, preset=9))
 
 

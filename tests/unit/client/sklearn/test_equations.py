@@ -237,7 +237,9 @@ def test_constants_take_a_row_each_from_what_few_rows_say(rows):
 def test_a_warning_says_why_a_formula_is_not_chosen(held_out, is_few, word):
     found = [(parse("5"), 1.0, held_out), (parse("x1 + x2"), 0.5, held_out)]
     chosen, favourite = build_front(found, len, texts, length, 1.0)
-    assert word in reason_against(favourite, chosen, 10, is_few=is_few)
+    reason = reason_against(favourite, chosen, 10, is_few=is_few)
+    assert word in reason and f"{chosen.equation} is chosen" in reason
+    assert "no other one" in reason_against(favourite, favourite, 10, is_few=is_few)
 
 
 @pytest.mark.parametrize(("rows", "tail"), [(60, "t"), (1000, "lognormal")])
