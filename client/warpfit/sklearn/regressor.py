@@ -85,7 +85,7 @@ _RANGES: Final = {
 #: Settings of these that may be None.
 _OPTIONAL: Final = ("population", "max_size", "early_stopping", "digits")
 #: Greatest complexity of a formula by default, and what slope and intercept take of it.
-_MAX_SIZE: Final = 29
+_MAX_SIZE: Final = 41
 _SLOPE_AND_INTERCEPT: Final = 4
 _MOST_TOKENS: Final = 5_000_000
 #: Attributes that have formulas of the last searches by target.
@@ -152,7 +152,7 @@ class SymbolicRegressor(FormulaRegressor):
         Most generations. With 0 the engine pairs short formulas and breeds once. A million and
         ``max_seconds`` let time alone end the search, which then runs on all devices of a server.
     max_size : int, optional
-        Greatest complexity of a formula as it is shown, slope and intercept included; by default 29
+        Greatest complexity of a formula as it is shown, slope and intercept included; by default 41
         and, of the linear regression of all variables, any. One that is given holds for this, too.
     complexity_of_operators : dict, optional
         Complexity of operators that do not count as 1.

@@ -236,6 +236,7 @@ def loss_beside_one_client(server: ServerProcess, options: Any) -> dict[str, Any
                 "longest_call_seconds": round(max(walls), 4),
             }
         with client.upload(*table(1_000)) as data:
+            client.search(data, seconds=0.5)  # which loads the code of searches
             timer = threading.Timer(LOSS_SECONDS / 3, server.kill_engine, [1])
             timer.start()
             begun = time.perf_counter()

@@ -291,7 +291,8 @@ class VariableSizes:
     """
 
     def __init__(self, batch: Batch, dataset: Dataset, rows: slice) -> None:
-        self.used = np.unique(batch.values[batch.codes == VARIABLE]).astype(np.int64)
+        named = batch.values[batch.codes == VARIABLE].astype(np.int64)
+        self.used = np.flatnonzero(np.bincount(named))
         """The variables that are used, ascending."""
         self._dataset, self._rows = dataset, rows
         count = len(self.used) + 1
@@ -350,8 +351,10 @@ class Scales:
     def __init__(self, batch: Batch, sizes: VariableSizes, threads: int = 1) -> None:
         load()
         self._threads = threads
-        places = np.searchsorted(sizes.used, batch.values)
-        values = np.where(batch.codes == VARIABLE, places, batch.values)
+        places = np.zeros(int(sizes.used.max(initial=0)) + 1)
+        places[sizes.used] = np.arange(len(sizes.used))
+        values, is_variable = batch.values.copy(), batch.codes == VARIABLE
+        values[is_variable] = places[values[is_variable].astype(np.int64)]
         self._batch, self._variables = replace(batch, values=values), sizes
         means = np.where(np.isfinite(sizes.means), sizes.means, 0.0)
         self._target = float(means[-1])

@@ -766,7 +766,9 @@ class _Search:
         if not len(genomes):
             return
         batch = self._with_parameters(genomes)
+        yield None
         result = yield from self._optimize(self._rows, batch, self._request.fit_iterations)
+        yield None
         self._fits += len(batch)
         losses = self._signed(result.losses.reshape(-1))
         inside = np.arange(genomes.codes.shape[1]) < genomes.lengths[:, None]

@@ -304,7 +304,7 @@ class PairSearch:
         rounds, kind = divmod(turn, _KINDS)
         if kind == _ADDING and rounds % 2:
             found = yield from self._beside_short(view, rounds // 2)
-            return self._best(place, found)
+            return (yield from self._best(place, found))
         block = rounds if kind in (_SCALING, _ADDING) else 3 * rounds + kind // 2
         start = block * self.weigher.block % max(1, len(self.known))
         best = yield from self._table(joined([beam, others]))
@@ -321,7 +321,7 @@ class PairSearch:
         count = _SHARPENED if scaled else self.weigher.kept
         fitter = _Fitter(self, view, base, right, [prepared, self._prepare(best)], count, scaled)
         found = yield from fitter.found(lefts)
-        return self._best(place, found)
+        return (yield from self._best(place, found))
 
     def sums(self, others: Population) -> Steps[list[Sum]]:
         """Return sums a + b t1 + c t2 + ... of each number of terms.
@@ -403,7 +403,7 @@ class PairSearch:
             found += yield from fitter.found([short[:_SHORT_LEFT]])
         return found
 
-    def _best(self, place: int, found: Sequence[_Found]) -> Population:
+    def _best(self, place: int, found: Sequence[_Found]) -> Steps[Population]:
         """Extend a view's beam by the best pairs, and return formulas of y around them."""
         inner = joined([formulas_of([]), *(one.inner for one in found)])
         errors, a, b = (
@@ -413,8 +413,11 @@ class PairSearch:
         errors[(inner.lengths > self.width) | np.isnan(errors)] = np.inf
         order = np.argsort(errors, kind="stable")[: np.count_nonzero(np.isfinite(errors))]
         inner, errors, a, b = inner[order], errors[order], a[order], b[order]
+        yield None
         whole = self.views[place].whole(inner, a, b, self._names, self.form is Form.SCALED)
+        yield None
         sound = (whole.lengths <= self.width) & self.admissible(whole)
+        yield None
         is_known = np.isin(
             whole.codes, [VARIABLE, CONSTANT, *(OPERATORS[n].code for n in self._names)]
         )
@@ -594,6 +597,7 @@ class _Fitter:
 
     def _sharpened(self, places: Indices, u: Table | None, *, is_product: bool) -> Steps[Table]:
         """Return the right formulas of pairs, with better scales of functions among them."""
+        yield None
         v = Table.picked(self.right, places)
         if not self.sharpens:
             return v
@@ -632,6 +636,7 @@ class _Fitter:
 
     def _fit(self, terms: Sequence[Term]) -> Steps[tuple[Floats, Floats, Floats]]:
         """Solve for t = a + b1 base + ...: return errors and a [pairs], and b [terms, pairs]."""
+        yield None
         count, view = len(terms[0][1]), self.view
         bases = [self.base[np.zeros(count, np.int64)].term()] if len(self.base) else []
         terms, roots = [*bases, *terms], np.sqrt(view.weights)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import Any, Final, NamedTuple
 
@@ -28,7 +29,7 @@ from warpfit_server.engine.cpu.pairs import MISS, PRODUCT_ROUNDING, ROUNDING, Be
 from warpfit_server.engine.cuda.runtime.compiler import CudaSource
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.driver_calls import argument_struct, wait_while_held
-from warpfit_server.engine.interface import Steps
+from warpfit_server.engine.interface import Steps, offload
 from warpfit_server.engine.search.weighing import (
     LEAST_REST,
     LEAST_VARIATION,
@@ -241,9 +242,15 @@ class CudaWeigher:
     ) -> Steps[None]:
         """Fit the pairs that were noted of a tile, which is computed again if they are too many."""
         values = tile.held.values[tile.first : tile.first + tile.rights]
+        pair_bytes = 2 * values.itemsize * values.shape[1]
+
+        def add(places: Indices) -> Steps[None]:
+            pairs = tile.place, *np.divmod(places, tile.rights)
+            yield from offload(pair_bytes * len(places), partial(best.add, values, *pairs))
+
         count, places, errors = yield from self._found(slot)
         if count <= _CAPACITY:
-            best.add(values, tile.place, *np.divmod(places, tile.rights))
+            yield from add(places)
             return
         bound = best.bound
         self._multiply(own, fit, tile)
@@ -253,6 +260,7 @@ class CudaWeigher:
             while count > _CAPACITY:
                 chosen = np.sort(places[np.argsort(errors, kind="stable")[: len(best)]])
                 lower = min(bound, best.bound_of(values, *np.divmod(chosen, tile.rights)))
+                yield None
                 if not lower < bound * (1.0 - MISS):
                     middle = (first + stop) // 2
                     ranges.append((middle, stop))
@@ -260,7 +268,7 @@ class CudaWeigher:
                 bound = lower
                 self._weigh(own, slot, bound, first, stop)
                 count, places, errors = yield from self._found(slot)
-            best.add(values, tile.place, *np.divmod(places, tile.rights))
+            yield from add(places)
             bound = min(bound, best.bound)
             if ranges:
                 self._weigh(own, slot, bound, *ranges[-1])
