@@ -325,17 +325,20 @@ def test_what_there_was_no_time_for_is_said(search, capsys):
     assert model.start_seconds_ > 0.0
 
 
-def test_linear_regression_is_chosen_where_nothing_predicts_better(search):
+@pytest.mark.parametrize("columns", [9, 12], ids=["as long as formulas", "longer"])
+def test_linear_regression_is_chosen_where_nothing_predicts_better(search, columns):
     rng = np.random.default_rng(0)
-    X = rng.normal(size=(120, 9)) * np.array([1e3, 1, 1, 1, 1, 1, 1, 1, 1e-3])
-    y = X @ np.array([1e-3, 1, -1, 1, -1, 1, -1, 1, 1e3]) + rng.normal(0.0, 3.0, 120)
+    sizes = np.array([1e3, *[1.0] * (columns - 2), 1e-3])
+    X = rng.normal(size=(120, columns)) * sizes
+    signs = np.where(np.arange(columns) % 2, 1.0, -1.0)
+    y = (X / sizes) @ signs + rng.normal(0.0, 3.0, 120)
     design = np.column_stack([np.ones(120), X])
     linear = design @ np.linalg.lstsq(design, y, rcond=1e-15)[0]
     model = search(generations=0, population=100).fit(X, y)
     np.testing.assert_allclose(model.predict(X), linear, rtol=1e-9)
     chosen = model.front_[selected(model.front_, "prediction")]
     assert chosen.is_linear_regression
-    assert chosen.complexity == len(model.program_) == 4 * 9 + 1 > model.size_limit
+    assert chosen.complexity == len(model.program_) == 4 * columns + 1
     place = model.front_.index(chosen)
     assert str(model.equations_).endswith(
         f"equation {place} is the linear regression of all variables"

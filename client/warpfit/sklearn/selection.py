@@ -438,6 +438,23 @@ class Selection:
         ]
         return reduce(partial(Program.apply, "add"), [*terms, Program.constant(intercept)])
 
+    def repeats_null(self, program: Program) -> bool:
+        """Tell whether a formula is a linear combination of variables, and no shorter than the null.
+
+        The null is fitted to all rows, and such a formula to those that are not held out.
+        """
+        null = self.null
+        if null is None or program == null or self.complexity(program) < self.complexity(null):
+            return False
+        rows = self.seen[:: -(-len(self.seen) // _JUDGED)]
+        X, _, weights = (part[rows] for part in self.training[:3])
+        values = self.values(program, rows)
+        if not np.isfinite(values).all():
+            return False
+        slopes, intercept = linear_regression(X, values, weights)
+        left = values - X @ slopes - intercept
+        return bool(np.abs(left).max() <= math.sqrt(ROUNDING) * np.ptp(values))
+
     # Rows that are made up.
 
     def hangs_on_rounding(self, program: Program) -> bool:

@@ -506,7 +506,8 @@ class TargetSearch:
 
         """
         progress.phase("last fits")
-        programs = self._with_constant([*search.promising().programs, *self.kept])
+        kept = [each for each in self.kept if each != self.selection.null]
+        programs = self._with_constant([*search.promising().programs, *kept])
         begun = time.monotonic()
         found = self._measured(programs)
         seconds = (time.monotonic() - begun) * len(programs) / max(1, len(found) - 1)
@@ -549,7 +550,9 @@ class TargetSearch:
     def _may_be_shown(self, program: Program) -> bool:
         if program not in self._allowed:
             self._allowed[program] = program == self.selection.null or (
-                self.rules.allows(program) and not self.selection.hangs_on_rounding(program)
+                self.rules.allows(program)
+                and not self.selection.hangs_on_rounding(program)
+                and not self.selection.repeats_null(program)
             )
         return self._allowed[program]
 
