@@ -65,19 +65,22 @@ class Output:
     `warpfit_server.engine.evaluation.Finalizer` makes it."""
     is_of_data: bool = False
     """Whether it has the data set's dtype, not float64. Such arrays come in pieces."""
+    needs: str = ""
+    """What else it needs: ``"target"``, or ``"loss"``, which must be asked for, too."""
 
 
+_CELLS: Final = ("programs", "vectors")
 #: Every output. Messages, segments, limits, the parts of an evaluation and results are made of it.
 OUTPUTS: Final = (
-    Output("losses", "loss_function", ("programs", "vectors"), "weighted"),
-    Output("gradients", "gradient", ("parameters",), "weighted"),
+    Output("losses", "loss_function", _CELLS, "weighted", needs="target"),
+    Output("gradients", "gradient", ("parameters",), "weighted", needs="loss"),
     Output(
-        "variable_gradients", "variable_gradient", ("programs", "vectors", "variables"), "weighted"
+        "variable_gradients", "variable_gradient", (*_CELLS, "variables"), "weighted", needs="loss"
     ),
-    Output("reductions", "reductions", ("programs", "vectors", "5"), "all"),
-    Output("scaling", "linear_scaling", ("programs", "vectors", "2"), "weighted", "moments"),
-    Output("correlations", "correlation", ("programs", "vectors"), "weighted", "moments"),
-    Output("values", "values", ("programs", "vectors", "rows"), "all", is_of_data=True),
+    Output("reductions", "reductions", (*_CELLS, "5"), "all"),
+    Output("scaling", "linear_scaling", (*_CELLS, "2"), "weighted", "moments", needs="loss"),
+    Output("correlations", "correlation", _CELLS, "weighted", "moments", needs="target"),
+    Output("values", "values", (*_CELLS, "rows"), "all", is_of_data=True),
     Output("jacobian", "jacobian", ("parameters", "rows"), "all", is_of_data=True),
 )
 #: Names of further outputs beside values and losses, which a caller, a message and an `Evaluation`
@@ -86,6 +89,7 @@ FURTHER_OUTPUTS: Final = tuple(
     [output.asked_by for output in OUTPUTS if output.name not in ("values", "losses")]
 )
 _ASKED_BY: Final = attrgetter(*[output.asked_by for output in OUTPUTS])
+_MADE_OF_MOMENTS: Final = attrgetter(*[o.asked_by for o in OUTPUTS if o.made_of == "moments"])
 _NUMBERS: Final = {str(number): number for number in range(10)}
 #: Most bytes of the arrays of an answer of one message, says the contract.
 MOST_WHOLE_BYTES: Final = 4_000_000
@@ -130,7 +134,7 @@ class Evaluation:
     @property
     def needs_moments(self) -> bool:
         """Whether an output is computed from the moments of values and target."""
-        return self.linear_scaling or self.correlation
+        return any(_MADE_OF_MOMENTS(self))
 
     def check(self, layout: Layout) -> None:
         """Check the whole request; raise as `check_options`, and ProgramError for a bad token."""
@@ -146,17 +150,17 @@ class Evaluation:
         """
         if self.rows is not None:
             check_rows(self.rows, layout)
-        loss = self.loss_function
-        for output, is_requested in (("loss", loss is not None), ("correlation", self.correlation)):
-            if is_requested:
-                check_target(layout, output)
+        loss, asked = self.loss_function, [*compress(OUTPUTS, _ASKED_BY(self))]
+        for output in asked:
+            if output.needs == "target":
+                check_target(layout, "loss" if output.name == "losses" else output.asked_by)
         if loss is None:
-            for output in ("gradient", "variable_gradient", "linear_scaling"):
-                if getattr(self, output):
-                    raise InvalidArgumentError(
-                        f"{output} needs a loss", "LOSS_MISSING", "Ask for a loss too", output
-                    )
-            if not any((self.values, self.jacobian, self.reductions, self.correlation)):
+            needing = [output.asked_by for output in asked if output.needs == "loss"]
+            if needing:
+                raise InvalidArgumentError(
+                    f"{needing[0]} needs a loss", "LOSS_MISSING", "Ask for a loss too", needing[0]
+                )
+            if not asked:
                 raise InvalidArgumentError(
                     "neither values nor a loss is asked for",
                     "NO_OUTPUT_REQUESTED",

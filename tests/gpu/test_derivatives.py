@@ -43,23 +43,30 @@ def loss_errors() -> LossErrors:
 
 @pytest.mark.parametrize("loss", [Loss.SSE, Loss.MAE, Loss.NMSE])
 @pytest.mark.parametrize("weights", [False, True])
+def test_a_fast_loss_is_the_same_however_it_is_asked_for(engine, loss, weights):
+    """The two interpreters compute values alike, and round the difference once."""
+    data = make_dataset(70_001, "float32", weights=weights)
+    batch = Batch.of([parse("p1 * x1 + x2"), parse("x1 * x2 - x3")], [[0.7], []])
+    alone, beside = (
+        evaluated(engine, data, batch, loss, gradient=gradient, precision=Precision.FAST)
+        for gradient in (False, True)
+    )
+    np.testing.assert_allclose(beside, alone, rtol=1e-14)
+    want = evaluated(engine, data, batch, loss)
+    np.testing.assert_allclose(alone, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("loss", [Loss.SSE, Loss.MAE, Loss.NMSE])
+@pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_loss_is_the_same_however_it_is_asked_for(engine, loss, weights, dtype):
-    """Alone and beside its gradient; the interpreters and compiled kernels round it alike."""
+def test_a_compiled_loss_is_the_interpreters(engine, loss, weights, dtype):
+    """In precise mode, alone and beside its gradient."""
     data = make_dataset(70_001, dtype, weights=weights)
     batch = Batch.of([parse("p1 * x1 + x2"), parse("x1 * x2 - x3")], [[0.7], []])
     alone = evaluated(engine, data, batch, loss)
     for gradient in (False, True):
         got = evaluated(engine, data, batch, loss, gradient=gradient, tier=Tier.COMPILED)
         np.testing.assert_allclose(got, alone, rtol=1e-14)
-    if dtype == "float64":
-        return
-    fast, beside = (
-        evaluated(engine, data, batch, loss, gradient=gradient, precision=Precision.FAST)
-        for gradient in (False, True)
-    )
-    np.testing.assert_allclose(beside, fast, rtol=1e-14)
-    np.testing.assert_allclose(fast, alone, rtol=1e-5)
 
 
 def test_a_large_batch_is_computed_in_parts(engine, monkeypatch):
@@ -129,6 +136,20 @@ def test_large_answers_come_in_pieces(engine, monkeypatch):
     names = ("values", "losses", "gradients", "jacobian", "variable_gradients")
     for name in (*names, "reductions", "moments"):
         np.testing.assert_array_equal(getattr(pieces, name), getattr(whole, name))
+
+
+def test_values_are_announced(engine):
+    data = make_dataset(500, "float32")
+    programs, vectors = smooth_programs()
+    batch = Batch.of(programs, vectors)
+    announced: list[int] = []
+    evaluation = Evaluation(data.content_id, batch, jacobian=True)
+    outputs = replace(outputs_for(evaluation, data.layout), ready=announced.append)
+    engine.load(data)
+    timings = run_to_end(engine.evaluate(evaluation, outputs))
+    assert announced[-1] == len(programs)
+    assert timings.tier is Tier.INTERPRETER
+    assert timings.compute > 0
 
 
 def test_a_data_set_that_is_replaced_is_not_mixed_up(engine):
@@ -219,6 +240,24 @@ def test_compiled_gradients_of_the_mix(engine, precision):
     assert finite.sum() > 20
     close = np.isclose(got[1], want[1], rtol=2e-2, atol=1.0)
     assert close[finite].mean() > 0.97
+
+
+def test_repeated_gradients_are_compiled_in_the_background(engine):
+    data = make_dataset(500_000, "float32")
+    programs, vectors = thesis_mix(6, 200, variables=4)
+    batch = Batch.of(programs, vectors)
+    evaluation = Evaluation(
+        data.content_id, batch, values=False, gradient=True, loss=Loss.MSE,
+        precision=Precision.FAST,
+    )  # fmt: skip
+    engine.load(data)
+    seen = set()
+    for _ in range(2000):
+        outputs = outputs_for(evaluation, data.layout)
+        seen.add(run_to_end(engine.evaluate(evaluation, outputs)).tier)
+        if Tier.COMPILED in seen:
+            break
+    assert seen == {Tier.INTERPRETER, Tier.COMPILED}
 
 
 # ----------------------------------------------------------------------------------------- fits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -74,6 +76,46 @@ def test_row_invariant_subtree_too_deep_to_hoist(evaluate: Evaluate, dtype):
         program = Program.apply("sub", P[1], program)
     got = evaluate(Dataset.of(np.zeros((5, 1)), dtype=dtype), [program], [[3.0, 7.0]]).values
     np.testing.assert_array_equal(got, np.full((1, 1, 5), 3.0))
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_losses_computed_together_have_the_bits_of_those_computed_alone(evaluate, precision):
+    rng = np.random.default_rng(5)
+    data = rng.uniform(0.5, 2.0, size=(5000, 10))
+    dataset = Dataset.of(data, data[:, 0], rng.uniform(size=5000), dtype=np.float32)
+    mixes = [thesis_mix(seed, 30 + seed) for seed in range(16)]
+    kinds = [Loss.MSE, Loss.RMSE, Loss.R2, Loss.MAE]
+    options = {"values": False, "precision": precision, "tier": Tier.INTERPRETER}
+
+    def run(number: int) -> list[bytes]:
+        programs, parameters = mixes[number]
+        kind = kinds[number % 4]
+        return [
+            evaluate(dataset, programs, parameters, loss=kind, **options).losses.tobytes()
+            for _ in range(20)
+        ]
+
+    alone = [run(number)[0] for number in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        for expected, repeats in zip(alone, pool.map(run, range(16)), strict=True):
+            assert set(repeats) == {expected}
+
+
+@pytest.mark.parametrize("chunk", [1 << 12, 1 << 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_larger_than_a_chunk(evaluate: Evaluate, monkeypatch, dtype, chunk):
+    rng = np.random.default_rng(1)
+    data = rng.normal(size=(3, 5000)).astype(dtype)
+    dataset = Dataset.of(data.T, data[0], dtype=dtype)
+    programs = [Program.apply("mul", x, P[0]) for x in X] * 5
+    vectors = [rng.normal(size=(3, 1))] * 15
+    whole = evaluate(dataset, programs, vectors, loss=Loss.SSE, rows=(17, 4999))
+    monkeypatch.setattr(tier, "_CHUNK_BYTES", chunk)
+    cut = evaluate(dataset, programs, vectors, loss=Loss.SSE, rows=(17, 4999))
+    np.testing.assert_array_equal(cut.values, whole.values)
+    np.testing.assert_array_equal(cut.losses, whole.losses)
+    assert evaluate.announced == sorted(evaluate.announced)
+    assert evaluate.announced[-1] == 15
 
 
 def test_fast_mode_leaves_float64_precise(evaluate: Evaluate):

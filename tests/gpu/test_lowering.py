@@ -62,6 +62,13 @@ def test_long_programs_beside_short_ones(device, name, length):
     assert_same(device, Batch.of([*chains, *short], [[]] * row.arity + parameters))
 
 
+def test_bushy_programs(device):
+    program = X
+    for _ in range(14):
+        program = Program.apply("add", program, program)
+    assert_same(device, Batch.of([program, X]))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_spoilt_tokens_are_found(device, seed):
     batch = spoilt(Batch.of(*thesis_mix(seed, 400)), seed, 60)

@@ -58,6 +58,11 @@ def test_rules_hold_in_every_row(engine: CudaEngine):
         assert "exp" not in str(front.batch.program(index))
 
 
+def test_a_law_is_found(engine: CudaEngine):
+    front = searched(engine, max_generations=150, seed=1)
+    assert front.losses.min() < 1.2e-4  # the noise has 1e-4
+
+
 def test_a_large_search_meets_a_target_loss(engine: CudaEngine):
     """On all rows, of which it screens some."""
     rng = np.random.default_rng(2)

@@ -1,9 +1,8 @@
-"""A real server with the CUDA engine: tiers, faults, health and metrics."""
+"""A real server with the CUDA engine: answers, tiers, and a real illegal memory access."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,11 +12,11 @@ import numpy as np
 import pytest
 
 import warpfit
+from support.engines.references import reference_loss
 from support.random_programs import thesis_mix
-from support.servers import health
 from support.servers.server import ServerProcess
-from warpfit.cli.top import scrape
-from warpfit.request import Tier
+from warpfit.expressions import reference
+from warpfit.request import Loss, Tier
 
 ROWS = 100_000
 OPERATORS = ("add", "sub", "mul", "sqrtabs", "sin")
@@ -66,8 +65,7 @@ engine.close()
 
 @pytest.fixture(scope="module")
 def server(engine):
-    ports = ("--health-port", "0", "--metrics-port", "0", "--front-ends", "2")
-    with ServerProcess(*ports, "--hang-seconds", "5", devices="0") as process:
+    with ServerProcess(devices="0") as process:
         yield process
 
 
@@ -91,6 +89,21 @@ def test_info_names_the_device(client):
     assert device.compute_capability
     assert device.driver
     assert device.tiers == (Tier.INTERPRETER, Tier.COMPILED)
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_values_and_losses(client, table, tier):
+    X, y = table
+    programs, parameters = thesis_mix(5, 30, operators=OPERATORS)
+    data = client.upload(X, y)
+    values = client.evaluate(data, programs, parameters=parameters, tier=tier)
+    answer = client.run(data, programs, parameters, loss="mse", tier=tier)
+    expected = reference.evaluate_programs(programs, X.T, parameters).T
+    np.testing.assert_allclose(values, expected, rtol=2e-3, atol=2e-3)
+    losses = reference_loss(Loss.MSE, values.T.astype(float), y)
+    np.testing.assert_allclose(answer.losses, losses, rtol=1e-6)
+    if tier is not Tier.AUTO:
+        assert answer.timings.tier is tier
 
 
 def test_a_repeated_batch_is_compiled_in_the_background(client, table):
@@ -144,6 +157,21 @@ def test_an_illegal_memory_access_costs_only_a_retry(engine, tmp_path):
                 other.evaluate(data, ["x1"])
 
 
+def test_fits_and_derivatives_work_on_a_gpu_server(client, table):
+    X, y = (array.astype(np.float64) for array in table)
+    data = client.upload(*table)
+    losses, (gradient,) = client.evaluate(
+        data, ["p1*x1 + p2"], parameters=[[2.0, 0.5]], loss="mse", gradient=True
+    )
+    residual = 2.0 * X[:, 0] + 0.5 - y
+    np.testing.assert_allclose(losses[0], np.mean(residual**2), rtol=1e-5)
+    expected = [2 * np.mean(residual * X[:, 0]), 2 * np.mean(residual)]
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4)
+    fit = client.optimize(data, ["p1*x1 + p2"], parameters=[[2.0, 0.5]])
+    slope, intercept = np.polyfit(X[:, 0], y, 1)
+    np.testing.assert_allclose(fit.parameters[0], [slope, intercept], rtol=1e-3)
+
+
 def test_a_data_set_larger_than_the_device_memory_that_is_allowed(client):
     rng = np.random.default_rng(0)
     X = rng.uniform(0.5, 2, size=(1_000_000, 10)).astype(np.float32)
@@ -159,6 +187,8 @@ def test_a_data_set_larger_than_the_device_memory_that_is_allowed(client):
             for each in (client, other)
         ]
         np.testing.assert_array_equal(*found)
+        fit = other.optimize(other.upload(X, y), ["p1 * x1 * exp(p2 * x2)"], [[1.0, 0.0]])
+        np.testing.assert_allclose(fit.parameters[0], [3.0, -0.5], rtol=1e-4)
 
 
 def test_nothing_is_compiled_once_an_engine_is_ready(engine):
@@ -169,38 +199,3 @@ def test_nothing_is_compiled_once_an_engine_is_ready(engine):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n") == ["", ""]
-
-
-# ------------------------------------------------------------------------- health and metrics
-
-
-def test_caches_and_tiers_are_counted(server):
-    X = np.ones((1000, 2), np.float32)
-    with warpfit.connect(server.address) as client:
-        data = client.upload(X, X[:, 0])
-        for tier in ("interpreter", "compiled", "compiled"):
-            client.evaluate(data, ["x1 + sin(x2)", "x1*x2"], loss="mse", tier=tier)
-    time.sleep(1.5)  # until the next probe, after which the engine is asked for its figures
-    page = scrape(server.facts["metrics"])
-    for tier in ("interpreter", "compiled"):
-        assert page.total("warpfit_evaluations_total", tier=tier) >= 1
-    assert page.total("warpfit_cache_entries", cache="module") >= 2
-    assert page.total("warpfit_cache_bytes", cache="module") > 0
-    assert page.total("warpfit_cache_hits_total", cache="module") > 0
-    disk = ("warpfit_cache_hits_total", "warpfit_cache_misses_total")
-    assert sum(page.total(name, cache="disk") for name in disk) > 0
-    assert page.total("warpfit_compiled_programs_total") >= 2
-    assert page.total("warpfit_engine_restarts_total") == 0
-    pytest.importorskip("pynvml")
-    assert page.total("warpfit_gpu_memory_total_bytes") > 1 << 30
-    assert page.total("warpfit_gpu_memory_used_bytes") > 100 << 20
-
-
-def test_a_stopped_engine_is_replaced(server):
-    old = server.engine()
-    old.send_signal(signal.SIGSTOP)
-    assert health.wait_for(server.facts["health"], "NOT_SERVING", timeout=3) < 2
-    health.wait_for(server.facts["health"], "SERVING", timeout=60)
-    assert server.engine().pid != old.pid
-    page = scrape(server.facts["metrics"])
-    assert page.total("warpfit_engine_restarts_total", cause="stopped") == 1

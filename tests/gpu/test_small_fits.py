@@ -30,6 +30,12 @@ def test_fits_reach_the_losses_of_the_hosts(engine, dtype, precision, weights):
     assert same.mean() > 0.9
 
 
+def test_the_first_pass_has_the_bits_of_the_hosts(engine):
+    data = make_dataset(500)
+    own, other, _ = both(engine, data, max_iterations=1)
+    np.testing.assert_array_equal(own.initial_losses, other.initial_losses)
+
+
 def test_a_search_goes_on_where_a_launch_has_stopped(engine, monkeypatch):
     """To the last bit, wherever that is."""
     data = make_dataset(2_000)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from support.engines.fits import fit
 from support.engines.gradients import derive, linearise
 from support.engines.references import Evaluate
 from support.random_programs import thesis_mix
@@ -126,6 +127,14 @@ def test_several_evaluations_at_the_same_time(small, case):
     alone = [losses(mix) for mix in mixes]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(losses, mixes)) == alone
+
+
+def test_fits(engine, small, case):
+    data, _ = case
+    texts, starts = ["p1 * exp(-p2 * x1) + p3 * x2"], [[1.0, 0.5, 0.1]]
+    one, other = (fit(data, texts, starts, engine=each) for each in (engine, small))
+    np.testing.assert_array_equal(np.concatenate(other.parameters), np.concatenate(one.parameters))
+    np.testing.assert_array_equal(other.loss, one.loss)
 
 
 def test_a_data_set_that_is_loaded_again_is_page_locked_again(small, caplog):

@@ -439,7 +439,7 @@ class Selection:
         return reduce(partial(Program.apply, "add"), [*terms, Program.constant(intercept)])
 
     def repeats_null(self, program: Program) -> bool:
-        """Tell whether a formula is a linear combination of variables, and no shorter than the null.
+        """Tell whether a formula combines variables linearly, and is no shorter than the null.
 
         The null is fitted to all rows, and such a formula to those that are not held out.
         """

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 from harness import SEED, save
-
 from support.engines.plain_pairs import plain_best, plain_errors
+
 from warpfit_server.engine.interface import run_to_end
 from warpfit_server.engine.search.weighing import Fit, Weigher
 

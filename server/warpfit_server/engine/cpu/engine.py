@@ -39,7 +39,7 @@ from warpfit.server_info import Device
 from warpfit_server.engine import interface
 from warpfit_server.engine.cpu import derivatives
 from warpfit_server.engine.cpu.codegen import parts
-from warpfit_server.engine.cpu.codegen.kernels import Kernels
+from warpfit_server.engine.cpu.codegen.kernels import Kernels, KernelSet
 from warpfit_server.engine.cpu.interpreter import (
     ChunkedWork,
     Cut,
@@ -114,7 +114,8 @@ class CpuEngine:
         self.steps_in_flight = self.step_threads = min(2, self.threads)
         self._kernels = parts.load(self.threads)
         self._interpret, self._lower = address_of(interpret_chunk), address_of(lower_chunk)
-        self._derivatives = self._load_derivatives()
+        self._derivatives = [self._load_derivatives(single=one) for one in (False, True)]
+        """Kernels of derivatives in float64, with all other code for them, and in float32."""
         self._datasets: dict[bytes, Dataset] = {}
         self._loop = ParallelLoop(self.threads, NICE)
         self.others_wait = self._loop.others_wait
@@ -320,8 +321,9 @@ class CpuEngine:
             if stop < work.chunks:
                 yield None
 
-    def _load_derivatives(self) -> Future[Kernels]:
-        return BACKGROUND.submit(parts.load_derivatives, self._kernels, self.threads)
+    def _load_derivatives(self, *, single: bool) -> Future[Kernels]:
+        load = parts.load_single_derivatives if single else parts.load_derivatives
+        return BACKGROUND.submit(load, self._kernels, self.threads)
 
     def _differentiate(
         self,
@@ -331,13 +333,14 @@ class CpuEngine:
         selection: interface.Selection | None = None,
     ) -> interface.Steps[None]:
         """Evaluate with derivatives, custom losses or statistics."""
-        loading = self._derivatives  # which are loaded after the engine began to serve
-        if loading.done() and loading.exception() is not None:  # memory may have been short
-            loading = self._derivatives = self._load_derivatives()
-        if not loading.done():
-            yield loading
-        kernels = loading.result()
-        layout = dataset.layout
+        layout, kernels = dataset.layout, dict[Arithmetic, KernelSet]()
+        for single in (False, True) if layout.dtype == np.float32 else (False,):
+            loading = self._derivatives[single]  # which ends after the engine began to serve
+            if loading.done() and loading.exception() is not None:  # memory may have been short
+                loading = self._derivatives[single] = self._load_derivatives(single=single)
+            if not loading.done():
+                yield loading
+            kernels |= loading.result()
         whole = evaluation.batch if selection is None else selection.batch
 
         def lower(batch: Batch) -> interface.Steps[derivatives.LoweredDerivatives]:

@@ -5,40 +5,27 @@ of compiling and gives the same on all machines. So a file with the sources hold
 written, before LLVM has seen for which processor. Where a cache has no machine code of a function,
 LLVM makes it of these instructions. They count for exactly the sources that they were written from,
 for the versions of Numba that `code_libraries` knows, and for processors of one architecture. With
-others, functions are compiled as usual. After a change of these sources the file is written again::
-
-    python -m warpfit_server.engine.native.instructions
+others, functions are compiled as usual. `warpfit_server.write_instructions` writes the file.
 """
 
 from __future__ import annotations
 
 import functools
 import lzma
-import os
 import pickle
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import llvmlite.binding as llvm
 import numba
-from numba.core.caching import dumps
-from numba.core.dispatcher import Dispatcher
-from numba.core.environment import lookup_environment
 
-from warpfit.child_processes import python_child
 from warpfit_server.engine.native import code_libraries
 from warpfit_server.system import compile_cache
 
 FILE: Final = Path(__file__).with_suffix(".xz")
-#: The processor for which functions are simplified before they are written: it has what all have.
-_NEUTRAL: Final = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
 
 
-class _Function(NamedTuple):
+class Function(NamedTuple):
     """A function as the file has it."""
 
     signature: str
@@ -61,10 +48,10 @@ def find(function: Any, signature: Any, target: Any) -> Any:
         signature: types of its arguments.
         target: Numba's context of the processor.
     """
-    content = _read().get(_name(function))
+    content = _read().get(name_of(function))
     if content is None:
         return None
-    found = _Function(*pickle.loads(content))
+    found = Function(*pickle.loads(content))
     if found.signature != str(signature):
         return None
     code = code_libraries.machine_code(target.codegen(), found.library, found.instructions)
@@ -94,57 +81,6 @@ def stamp() -> str:
     return " ".join([compile_cache.source_fingerprint(), version, llvm.get_process_triple()])
 
 
-def _name(function: Any) -> str:
+def name_of(function: Any) -> str:
+    """Return the name of a Python function in the file."""
     return f"{function.__module__}.{function.__qualname__}"
-
-
-# ------------------------------------------------------------------------------------- writing
-
-
-def write(path: Path = FILE) -> None:
-    """Compile all functions in another process, and write their instructions to a file."""
-    with tempfile.TemporaryDirectory() as place:
-        child = python_child("-m", "warpfit_server.engine.native.instructions", str(path))
-        child["env"] = {**(child.get("env") or os.environ), **_NEUTRAL, "NUMBA_CACHE_DIR": place}
-        subprocess.run(**child, check=True)
-
-
-def _write_here(path: Path) -> None:
-    of_sources, found = stamp(), {}
-    for function, signature, compiled in _compiled_functions():
-        instructions = compiled.library.instructions
-        named = [one.name for one in llvm.parse_assembly(instructions).global_variables]
-        known = [lookup_environment(name) for name in named if "NumbaEnv" in name]
-        environments = tuple([one for one in known if one is not None and one.can_cache()])
-        _, descriptor, environment, types, is_object, lifted, _, initial, _ = compiled._reduce()
-        rest = descriptor, environment, types, is_object, lifted, "", initial, environments
-        fields = _Function(str(signature), compiled.library.name, instructions, rest)
-        found[_name(function)] = dumps(tuple(fields))
-    functions = pickle.dumps(dict(sorted(found.items())), protocol=4)
-    path.write_bytes(lzma.compress(of_sources.encode() + b"\n" + functions, preset=9))
-
-
-def _compiled_functions() -> Iterator[tuple[Any, Any, Any]]:
-    """Load all parts; yield functions that caches keep, with their types and their code."""
-    from warpfit_server.engine.cpu.codegen import parts  # which import this module
-    from warpfit_server.engine.cuda import parts as cuda
-
-    for part in parts.PARTS.values():
-        part.load()
-    for group in cuda.GROUPS:
-        cuda.load_host_code(group)
-    functions = {
-        value
-        for name, module in list(sys.modules.items())
-        if name.startswith("warpfit_server.")
-        for value in vars(module).values()
-        if isinstance(value, Dispatcher)
-    }
-    for function in functions:
-        for signature, compiled in function.overloads.items():
-            if isinstance(compiled.library, code_libraries.Whole):
-                yield function.py_func, signature, compiled
-
-
-if __name__ == "__main__":
-    _write_here(Path(sys.argv[1])) if sys.argv[1:] else write()

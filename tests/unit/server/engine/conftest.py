@@ -8,7 +8,7 @@ from warpfit_server.engine.cpu.codegen import parts
 @pytest.fixture(scope="session", autouse=True)
 def loaded_once():
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("load", "load_derivatives"):
+        for name in ("load", "load_derivatives", "load_single_derivatives"):
             patch.setattr(parts, name, _once(getattr(parts, name)))
         yield
 

@@ -85,6 +85,7 @@ def _kernels(
 
 _KERNELS: Final = _kernels(1.9, "-kernels", build)
 _DERIVATIVE_KERNELS: Final = _kernels(3.5, "-derivatives", build_derivatives)
+_DOUBLE_DERIVATIVES: Final = f"{Arithmetic.DOUBLE.label}-derivatives"
 PARTS: Final = {
     "lower": _chunk_function(1.0, lower_chunk),
     **_KERNELS,
@@ -112,11 +113,14 @@ GROUPS: Final = {
     "values": (("lower",), *[(name,) for name in _KERNELS], ("interpret",), ("parallel", "check")),
     "derivatives": (
         *(("differentiate",), ("linearise", "combine")),
-        *[(name,) for name in (*_DERIVATIVE_KERNELS, *fits.PARTS)],
+        *[(name,) for name in (_DOUBLE_DERIVATIVES, *fits.PARTS)],
     ),
     "search": (
         ("populate", "breed", "rules", "compose"),
         ("screen", "fit", "keep", "weigh"),
+    ),
+    "float32 derivatives": tuple(
+        [(name,) for name in _DERIVATIVE_KERNELS if name != _DOUBLE_DERIVATIVES]
     ),
 }
 #: More would wait for the longest part, and each takes some 300 MiB.
@@ -172,13 +176,27 @@ def load(processes: int = 1) -> Kernels:
 
 
 def load_derivatives(kernels: Kernels, processes: int) -> Kernels:
-    """Load the code for derivatives and fits; return the kernels of both, otherwise as `load`."""
+    """Load the code for derivatives and fits; return kernels of float64, otherwise as `load`.
+
+    Data sets are of float64 unless a caller says otherwise, so that a first fit waits for no more.
+    """
     # Importing the driver of fits takes longer than a step: the first fit finds it imported.
     importlib.import_module("warpfit_server.engine.fit.driver")
-    found = load_group("derivatives", processes, urgent=False)
+    return _with_derivatives(kernels, load_group("derivatives", processes, urgent=False))
+
+
+def load_single_derivatives(kernels: Kernels, processes: int) -> Kernels:
+    """Load the kernels for derivatives in float32 as well."""
+    return _with_derivatives(kernels, load_group("float32 derivatives", processes, urgent=False))
+
+
+def _with_derivatives(kernels: Kernels, found: dict[str, Any]) -> Kernels:
+    """Return the kernels of those arithmetics for which those of derivatives were loaded."""
     names = {kernel.code: kernel.name for kernel in partial_kernels()} | {PRODUCT_CODE: PRODUCT}
     both = {}
     for arithmetic, part in zip(Arithmetic, _DERIVATIVE_KERNELS, strict=True):
+        if part not in found:
+            continue
         owner, own = _link(found[part]), kernels[arithmetic]
         addresses = own.addresses.copy()
         for index, name in names.items():

@@ -1,0 +1,79 @@
+"""Writes the instructions that come with the sources; see `engine.native.instructions`.
+
+After a change of what the CPU engine compiles, and of the host code of the CUDA engine::
+
+    python -m warpfit_server.write_instructions
+"""
+
+from __future__ import annotations
+
+import lzma
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import llvmlite.binding as llvm
+from numba.core.caching import dumps
+from numba.core.dispatcher import Dispatcher
+from numba.core.environment import lookup_environment
+
+from warpfit.child_processes import python_child
+from warpfit_server.engine.cpu.codegen import parts
+from warpfit_server.engine.cuda import parts as cuda
+from warpfit_server.engine.native import code_libraries
+from warpfit_server.engine.native.instructions import FILE, Function, name_of, stamp
+
+#: The processor for which functions are simplified before they are written: it has what all have.
+_NEUTRAL: Final = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+
+
+def write(path: Path = FILE) -> None:
+    """Compile all functions in another process, and write their instructions to a file."""
+    with tempfile.TemporaryDirectory() as place:
+        environment = {**os.environ, **_NEUTRAL, "NUMBA_CACHE_DIR": place}
+        child = python_child("-m", "warpfit_server.write_instructions", str(path),
+                             environment=environment)  # fmt: skip
+        subprocess.run(**child, check=True)
+
+
+def _write_here(path: Path) -> None:
+    of_sources, found = stamp(), {}
+    for function, signature, compiled in _compiled_functions():
+        instructions = compiled.library.instructions
+        named = [one.name for one in llvm.parse_assembly(instructions).global_variables]
+        known = [lookup_environment(name) for name in named if "NumbaEnv" in name]
+        environments = tuple([one for one in known if one is not None and one.can_cache()])
+        _, descriptor, environment, types, is_object, lifted, _, initial, _ = compiled._reduce()
+        rest = descriptor, environment, types, is_object, lifted, "", initial, environments
+        fields = Function(str(signature), compiled.library.name, instructions, rest)
+        found[name_of(function)] = dumps(tuple(fields))
+    functions = pickle.dumps(dict(sorted(found.items())), protocol=4)
+    path.write_bytes(lzma.compress(of_sources.encode() + b"\n" + functions, preset=9))
+
+
+def _compiled_functions() -> Iterator[tuple[Any, Any, Any]]:
+    """Load all parts; yield functions that caches keep, with their types and their code."""
+    for part in parts.PARTS.values():
+        part.load()
+    for group in cuda.GROUPS:
+        cuda.load_host_code(group)
+    functions = {
+        value
+        for name, module in list(sys.modules.items())
+        if name.startswith("warpfit_server.")
+        for value in vars(module).values()
+        if isinstance(value, Dispatcher)
+    }
+    for function in functions:
+        for signature, compiled in function.overloads.items():
+            if isinstance(compiled.library, code_libraries.Whole):
+                yield function.py_func, signature, compiled
+
+
+if __name__ == "__main__":
+    _write_here(Path(sys.argv[1])) if sys.argv[1:] else write()
