@@ -120,8 +120,8 @@ def _wait_for_address(process: subprocess.Popen[bytes], log: IO[bytes], seconds:
         if not is_said and time.monotonic() > begun + _SILENT_SECONDS:
             is_said = True
             _LOG.warning(
-                "warpfit: a server starts on this machine. A first start compiles code for a "
-                "minute or two, for which a first fit waits; later starts take seconds. "
+                "warpfit: a server starts on this machine. A first start compiles code for "
+                "20 seconds or more, for which a first fit waits; later starts take seconds. "
                 "`warpfit precompile` does so beforehand"
             )
         if found := READY.search(_written(log)):
