@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import llvmlite.binding as llvm
+from numba import config
 from numba.core.caching import dumps
 from numba.core.dispatcher import Dispatcher
 from numba.core.environment import lookup_environment
@@ -43,6 +44,7 @@ def write(path: Path = FILE) -> None:
 
 def _write_here(path: Path) -> None:
     of_sources, found = stamp(), {}
+    assert config.CPU_NAME, "these instructions would be made of those that are there"
     for function, signature, compiled in _compiled_functions():
         instructions = compiled.library.instructions
         named = [one.name for one in llvm.parse_assembly(instructions).global_variables]

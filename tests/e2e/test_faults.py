@@ -237,7 +237,7 @@ def test_files_that_are_not_whole_are_made_again(cache, tmp_path):
     damaged = [
         *(path for name in SMALL for path in cache.glob(f"numba-*/*/{name}-*.nbi")),
         *(path for name in SMALL for path in cache.glob(f"numba-*/*/{name}-*.1.nbc")),
-        *cache.glob(f"numba-*/float64-{host_tag()}.o"),
+        *cache.glob(f"numba-*/float64-kernels-{host_tag()}.o"),
     ]
     assert {path.suffix for path in damaged} == {".nbi", ".nbc", ".o"}
     for number, path in enumerate(damaged):

@@ -58,6 +58,7 @@ NOT_RUN = {
     "python tests/bench/run.py": "it measures for hours",
     "python tests/bench/figures.py": "tests/unit/repository/test_readmes.py runs it with --check",
     "python proto/generate.py": "tests/unit/repository/test_packaging.py compares what it writes",
+    "python -m warpfit_server.write_instructions": "a thorough test writes them; it takes minutes",
     "pip ": "it installs; tests/unit/repository/test_packaging.py checks the extras",
     "docker ": "tests/images runs it, and tests/e2e/test_deployments.py the same as processes",
     "umask ": "tests/e2e/test_deployments.py",

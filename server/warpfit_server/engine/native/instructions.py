@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import llvmlite.binding as llvm
 import numba
+from numba import config
 
 from warpfit_server.engine.native import code_libraries
 from warpfit_server.system import compile_cache
@@ -41,14 +42,15 @@ class Function(NamedTuple):
 def find(function: Any, signature: Any, target: Any) -> Any:
     """Return a function in the form in which Numba's cache keeps it; None if it has to be compiled.
 
-    LLVM makes machine code of the instructions, for the processor of this machine.
+    LLVM makes machine code of the instructions, for the processor of this machine. Where Numba is
+    told another one, as by the program that writes the instructions, functions are compiled.
 
     Args:
         function: the Python function.
         signature: types of its arguments.
         target: Numba's context of the processor.
     """
-    content = _read().get(name_of(function))
+    content = None if config.CPU_NAME else _read().get(name_of(function))
     if content is None:
         return None
     found = Function(*pickle.loads(content))
