@@ -304,7 +304,10 @@ def test_a_command_that_cannot_print_says_so(server, table, text, output, unbuff
         ("eval $TABLE 'a +' --address $ADDRESS", ">&- 2>/dev/full", 2),
     ],
 )
-def test_a_command_that_cannot_complain_does_its_work(server, table, text, errors, status):
+def test_a_command_that_cannot_complain_does_its_work(
+    server, table, text, errors, status, monkeypatch
+):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "")
     assert run_line(text, server, table, errors)[0] == status
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from warpfit.cli.shared import (
     CommandParser,
+    discard_errors,
     discard_output,
     open_standard_streams,
     output_failure,
@@ -91,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _PIPE_CLOSED
         tell(f"warpfit: error: standard output cannot be written: {failure.strerror}")
         return 2
+    finally:
+        discard_errors()
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -94,6 +94,16 @@ def discard_output() -> None:
         sys.stdout.failure = None
 
 
+def discard_errors() -> None:
+    """Drop what cannot be written to standard error: Python would end with the status 120."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stderr.fileno())
+        os.close(null)
+
+
 def tell(text: str) -> None:
     """Print a line to standard error, if that can be written."""
     with suppress(OSError):
