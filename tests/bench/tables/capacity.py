@@ -5,19 +5,6 @@ from collections.abc import Callable, Iterator
 from tables.layout import result, table
 
 
-def capacity_check() -> Iterator[str]:
-    """The model beside what was measured."""
-    rows, titles = [], {"calls_per_second": "answers a second"}
-    for case in result("capacity")["validation"]:
-        for name, pair in case.items():
-            if name != "workers":
-                title = titles.get(name, f"{name[1:3]}th percentile, ms")
-                cells = " | ".join(f"{pair[way]:,.1f}" for way in ("measured", "model"))
-                error = pair["model"] / pair["measured"] - 1
-                rows.append(f"{case['workers']} | {title} | {cells} | {error:+.0%}")
-    yield from table("workers | what | measured | model | error", rows)
-
-
 def capacity_costs() -> Iterator[str]:
     """Costs of a call, and the rate at which a server with one GPU saturates."""
     document = result("capacity")
@@ -41,43 +28,6 @@ def capacity_costs() -> Iterator[str]:
 `call_cost.json`; the rate is assumed | {rate["network"]} |"""
 
 
-def capacity_clusters() -> Iterator[str]:
-    """Throughput and latency by workers and GPUs, of both kinds of workers."""
-    kinds, rows = result("capacity")["clusters"], []
-    for pair in zip(kinds["compiled"], kinds["deap"], strict=True):
-        row = f"{pair[0]['workers']:,} | {pair[0]['gpus']:,}"
-        for case in pair:
-            busiest = f"{case['busiest']} {case['use'][case['busiest']]:.0%}"
-            row += f" | {case['ttok_per_second']:,.1f} | {case['p99_ms']:.1f} ms | {busiest}"
-        rows.append(row)
-    yield from table("workers | GPUs" + " | Ttok/s | 99th percentile | busiest" * 2, rows)
-
-
-def capacity_replicas() -> Iterator[str]:
-    """Servers that have to hold one data set."""
-    document = result("capacity")
-    found = {(case["worker"], case["workers"]): case["replicas"] for case in document["replicas"]}
-    workers = sorted({number for _, number in found})
-    yield from table(
-        "workers on one data set" + "".join(f" | {number:,}" for number in workers),
-        (
-            f"servers, {title}" + "".join(f" | {found[kind, number]}" for number in workers)
-            for kind, title in (("compiled", "no work of their own"), ("deap", "DEAP"))
-        ),
-    )
-
-
-def capacity_losses() -> Iterator[str]:
-    """Servers that die under load."""
-    rows = [
-        f"{case['workers']:,}, {case['gpus']} | {case['killed']} | {case['failover']} s | "
-        f"{case['repeated']} | {case['p99_ms']:.1f} ms | {case['longest_ms']:,.0f} ms"
-        for case in result("capacity")["losses"]
-    ]
-    head = "workers, GPUs | GPUs lost | client gives up after | repeated calls | 99th percentile"
-    yield from table(f"{head} | longest call", rows)
-
-
 def capacity_terabyte() -> Iterator[str]:
     """A data set of a terabyte."""
     cases, rows = result("capacity")["terabyte"], []
@@ -97,7 +47,4 @@ def capacity_terabyte() -> Iterator[str]:
     )
 
 
-CAPACITY: tuple[Callable[[], Iterator[str]], ...] = (
-    *(capacity_check, capacity_costs, capacity_clusters, capacity_replicas),
-    *(capacity_losses, capacity_terabyte),
-)
+CAPACITY: tuple[Callable[[], Iterator[str]], ...] = (capacity_costs, capacity_terabyte)

@@ -58,24 +58,6 @@ def gpu_service(*names: str) -> Iterator[str]:
         yield f"{cases[0]['workers']} workers together: {several}."
 
 
-def gpu_fits(*names: str) -> Iterator[str]:
-    """Fits through gRPC on each machine."""
-    documents, rows = [result(name) for name in names], []
-    for title, case in (
-        ("`Optimize`, 300 expressions, 50 iterations at most", "default_tolerances"),
-        ("the same without tolerances", "no_tolerances"),
-    ):
-        row = title
-        for document in documents:
-            both = (document["wire"][mode]["optimize_viable"] for mode in ("precise", "fast"))
-            row += "".join(f" | {fit[case]['ms']:.0f} ms" for fit in both)
-        rows.append(row)
-    runs = [document["run_viable"] for document in documents]
-    generations = f"{runs[0]['generations']} generations of 300 such fits, one worker"
-    rows.append(generations + "".join(f" | {run['seconds']:.1f} s | " for run in runs))
-    yield from table("what" + " | float32 precise | fast" * len(documents), rows)
-
-
 def proposals() -> Iterator[str]:
     """Skeletons a second through `propose`."""
     rows = []
@@ -90,7 +72,5 @@ GPU: Mapping[str, Callable[[], Iterator[str]]] = {
     "gpu_derivatives": gpu_derivatives,
     "gpu_service": partial(gpu_service, "gpu_service"),
     "gpu_service_h100": partial(gpu_service, "gpu_service_h100", "gpu_service_h100_second"),
-    "gpu_fits": partial(gpu_fits, "gpu_fit"),
-    "gpu_fits_h100": partial(gpu_fits, "gpu_fit_h100", "gpu_fit_h100_second"),
     "proposals": proposals,
 }
