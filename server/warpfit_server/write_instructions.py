@@ -29,8 +29,12 @@ from warpfit_server.engine.cuda import parts as cuda
 from warpfit_server.engine.native import code_libraries
 from warpfit_server.engine.native.instructions import FILE, Function, name_of, stamp
 
-#: The processor for which functions are simplified before they are written: it has what all have.
-_NEUTRAL: Final = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+#: Functions are simplified for this processor before they are written: it has what all have. Numba
+#: puts Python's hashes of texts into names.
+_NEUTRAL: Final = {
+    **{"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""},
+    "PYTHONHASHSEED": "0",
+}
 
 
 def write(path: Path = FILE) -> None:

@@ -233,7 +233,7 @@ def serve(cache, log):
 
 
 def test_files_that_are_not_whole_are_made_again(cache, tmp_path):
-    """Of each kind, empty ones and halves: Numba's index and data, an object file."""
+    """Numba's index and data and an object file are empty, or cut in half."""
     damaged = [
         *(path for name in SMALL for path in cache.glob(f"numba-*/*/{name}-*.nbi")),
         *(path for name in SMALL for path in cache.glob(f"numba-*/*/{name}-*.1.nbc")),

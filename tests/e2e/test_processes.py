@@ -240,7 +240,7 @@ def test_every_process_sees_a_release_and_its_memory_comes_back(server, clients)
 
 
 def test_the_least_recently_used_data_set_goes_and_comes_back_unseen(server):
-    """Of three one at a time has room in the 16 MiB."""
+    """The 16 MiB have room for one of three at a time."""
     sets = [np.random.default_rng(n).normal(size=(500_000, 3)) for n in range(3)]
     with warpfit.connect(server.address) as client:
         handles = [client.upload(each, dtype="float64") for each in sets]

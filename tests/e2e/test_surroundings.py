@@ -1,4 +1,4 @@
-"""What is around a process: its owner, its forks, its folder and its descriptors."""
+"""The owner of a process, its forks, its folder and its descriptors."""
 
 import importlib.metadata
 import json

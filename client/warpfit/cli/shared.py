@@ -1,4 +1,4 @@
-"""What commands share: standard streams, some of which may be closed or full, files, the parser."""
+"""Standard streams, some of which may be closed or full, files, and the parser of commands."""
 
 from __future__ import annotations
 

@@ -269,7 +269,7 @@ def warned_of(call):
     "text", ["exp(100*x1)/exp(99*x1)", "inv(exp(-60*x1)*exp(-60*x1))", "log(exp(p1*x1))"]
 )
 def test_results_that_only_float32_makes_infinite_are_warned_of_once(client, text, kind):
-    """What an engine of float32 answers; the one of these tests computes in float64."""
+    """The answers of an engine of float32; the engine of these tests computes in float64."""
     texts = ["log(-x1)", "x1", text]
     batch = warpfit.Batch.of([*map(warpfit.parse, texts)], [[], [], [100.0] * ("p1" in text)])
     odd = np.array([[np.nan], [1.0], [np.inf]])

@@ -1,4 +1,4 @@
-"""What counts as an expression, what numbers it may hold, and trees as lists of nodes."""
+"""Objects that are expressions, the numbers in them, and trees as lists of nodes."""
 
 from decimal import Decimal
 from fractions import Fraction
