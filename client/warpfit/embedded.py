@@ -121,7 +121,7 @@ def _wait_for_address(process: subprocess.Popen[bytes], log: IO[bytes], seconds:
             is_said = True
             _LOG.warning(
                 "warpfit: a server starts on this machine. A first start compiles code for "
-                "20 seconds or more, for which a first fit waits; later starts take seconds. "
+                "up to a minute, for which a first fit waits; later starts take seconds. "
                 "`warpfit precompile` does so beforehand"
             )
         if found := READY.search(_written(log)):

@@ -66,7 +66,7 @@ class Output:
     is_of_data: bool = False
     """Whether it has the data set's dtype, not float64. Such arrays come in pieces."""
     needs: str = ""
-    """What else it needs: ``"target"``, or ``"loss"``, which must be asked for, too."""
+    """``"target"`` if the data set must have a target, ``"loss"`` if a loss must be asked for."""
 
 
 _CELLS: Final = ("programs", "vectors")

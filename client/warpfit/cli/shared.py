@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TextIO
 
 from warpfit.errors import InvalidArgumentError, did_you_mean
 
@@ -87,11 +87,16 @@ def watch_output() -> None:
 
 def discard_output() -> None:
     """Drop buffered output that cannot be written, so that Python does not try it again."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)
+    _write_nowhere(sys.stdout)
     if isinstance(sys.stdout, WatchedOutput):
         sys.stdout.failure = None
+
+
+def _write_nowhere(stream: TextIO) -> None:
+    """Have a stream, and what it holds already, written to the null device."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def discard_errors() -> None:
@@ -99,9 +104,7 @@ def discard_errors() -> None:
     try:
         sys.stderr.flush()
     except OSError:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stderr.fileno())
-        os.close(null)
+        _write_nowhere(sys.stderr)
 
 
 def tell(text: str) -> None:

@@ -203,7 +203,7 @@ class SymbolicRegressor(FormulaRegressor):
         The search ends when the error is below this part of the loss of the best constant.
     max_seconds : float, optional
         Time of ``fit``, which several targets share. It begins when the server is ready: the start
-        of one, and its compiler, which works for about 20 seconds at the first start on a machine,
+        of one, and its compiler, which works for up to a minute at the first start on a machine,
         take none of it; `start_seconds_` is their time. A tenth of it, of many rows or few seconds
         a fifth, is kept for the last fits, the cross-validation and the simplification, which take
         fewer rows where they would not end in time, as a `SearchWarning` and `undone_` say. Of a

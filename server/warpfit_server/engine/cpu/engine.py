@@ -116,9 +116,9 @@ class CpuEngine:
         self._kernels = parts.load(self.threads)
         self._interpret, self._lower = address_of(interpret_chunk), address_of(lower_chunk)
         self._derivatives = [self._load_derivatives(single=False)]
+        """Kernels of derivatives in float64, with all other code for them, and in float32."""
         BACKGROUND.submit(parts.compile_group, "search", self.threads, urgent=False)
         self._derivatives.append(self._load_derivatives(single=True))
-        """Kernels of derivatives in float64, with all other code for them, and in float32."""
         self._datasets: dict[bytes, Dataset] = {}
         self._loop = ParallelLoop(self.threads, NICE)
         self.others_wait = self._loop.others_wait

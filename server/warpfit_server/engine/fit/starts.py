@@ -281,8 +281,8 @@ def is_loaded() -> bool:
 class VariableSizes:
     """Sizes of the variables that programs use, and of the target, on some rows of a data set.
 
-    Rows and memory follow from the variables that are used, not from those of the data set. They
-    are measured some at a time by `steps`, so that neither takes long.
+    Rows and memory follow from the variables that are used, but for a number for each variable of
+    the data set. They are measured some at a time by `steps`, so that neither takes long.
 
     Args:
         batch: programs whose tokens have been checked.

@@ -36,7 +36,7 @@ class Function(NamedTuple):
     instructions: str
     """LLVM's, of the function with all that it calls."""
     rest: tuple[Any, ...]
-    """What else Numba's cache keeps of a function."""
+    """The other fields of a function in Numba's cache."""
 
 
 def find(function: Any, signature: Any, target: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the sums of engines become (losses, gradients, scaling, correlations), and their bits."""
+"""Losses, gradients, scaling and correlations that are made of the sums of engines."""
 
 from __future__ import annotations
 

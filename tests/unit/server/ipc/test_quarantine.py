@@ -112,7 +112,7 @@ class TestQuarantine:
 
     @given(st.data())
     def test_who_is_beside_different_culprits_and_ends_alone_is_never_refused(self, data):
-        """Whatever runs together, and whether reports come before or after the death is known."""
+        """Any batches run together, and reports come before or after the death is known."""
         engines = Engines()
         innocents, crashes = [b"a", b"b", b"c", b"d"], [0] * 3
         for _ in range(data.draw(st.integers(1, 12))):

@@ -69,7 +69,7 @@ def _chunk_function(seconds: float, function: Any) -> Part:
 def _kernels(
     seconds: float, suffix: str, build_object: Callable[[Arithmetic], bytes]
 ) -> dict[str, Part]:
-    """Object files of kernels, a part for each arithmetic."""
+    """Return the parts that load object files of kernels, one for each arithmetic."""
 
     def load_object(arithmetic: Arithmetic) -> bytes:
         file = f"{arithmetic.label}{suffix}-{numba_cache.host_tag()}.o"

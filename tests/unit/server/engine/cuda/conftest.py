@@ -1,4 +1,4 @@
-"""What tests of the CUDA engine need: CUDA's compilers, and the lowering that engines load."""
+"""Tests of the CUDA engine are skipped without its compilers; the lowering is loaded once."""
 
 from importlib.util import find_spec
 

@@ -311,7 +311,7 @@ def test_units_are_those_of_formulas(both, tree, units, form):
 
 
 def test_units_of_each_operator(genes):
-    """Of operands that are a length, a time, a number, or a constant."""
+    """The operands are a length, a time, a number, or a constant."""
     exponents = np.zeros((6, 7))
     exponents[0, 0] = exponents[2, 0] = exponents[5, 2] = 1.0
     choices = [X, Z, of("div", X, Y), constant(2.0)]
