@@ -192,9 +192,10 @@ with warpfit.local("--devices", "cpu") as client:
 """
 COMPILERS = """
 import pathlib, tempfile
-from warpfit_server.engine.native.compile_processes import compile_once
+from warpfit_server.engine.native.compile_processes import begin, wait
 place = pathlib.Path(tempfile.mkdtemp())
-compile_once(place, "none", "warpfit_server.engine.cpu.codegen.parts", [[]])
+begin(place, "warpfit_server.engine.cpu.codegen.parts", {"none": {("check",): 1.0}}, 1)
+wait(place, "none")
 print((place / "none.complete").exists())
 """
 

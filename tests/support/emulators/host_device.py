@@ -48,7 +48,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(device, "driver_functions", _driver_functions)
     patch.setattr(CudaSource, "load", lambda source, _: _Module(source.source))
     patch.setattr(CompiledTier, "supports", lambda *_: False)
-    patch.setattr(parts, "compile_group", lambda *_, **__: None)
+    for name in ("begin_compiling", "compile_group"):
+        patch.setattr(parts, name, lambda *_, **__: None)
     patch.setattr(engine, "_warm_up", lambda *_: None)
 
 

@@ -39,7 +39,7 @@ def counted(function):
 
 compiler.compile_extra = counted(compiler.compile_extra)
 kernels._compile = counted(kernels._compile)
-compile_processes._start = counted(compile_processes._start)
+compile_processes.python_child = counted(compile_processes.python_child)
 engine = CpuEngine(1)
 data = Dataset.of(np.ones((2, 1)), np.ones(2))
 engine.load(data)
@@ -71,19 +71,17 @@ def test_a_start_and_the_first_calls_compile_nothing():
 
 
 @pytest.fixture
-def started(monkeypatch, tmp_path):
+def started(monkeypatch):
     """Names of the parts that compile processes are started for; the processes do nothing."""
     found = []
 
-    class Child:
-        def __init__(self, place, module, names, lock, *, urgent):
-            found.extend(names)
-            assert urgent
+    def child(option, module, place, *shares):
+        found.extend(
+            name for share in shares for name in share.partition(":")[2].split(",") if name
+        )
+        return {"args": ["true"], "env": {}}
 
-        def wait(self):
-            return 0
-
-    monkeypatch.setattr(compile_processes, "_start", Child)
+    monkeypatch.setattr(compile_processes, "python_child", child)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     return found
 

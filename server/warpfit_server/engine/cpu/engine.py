@@ -100,8 +100,8 @@ class CpuEngine:
     def __init__(self, threads: int | None = None) -> None:
         """Load the compiled code; the very first start on a machine compiles it.
 
-        The code of derivatives is loaded, or compiled, while the engine serves; that of searches is
-        compiled, because a first search needs both.
+        All code is compiled in the order of need, and that of derivatives is loaded, while the
+        engine serves.
 
         Args:
             threads: how many threads one evaluation may use; None for `available_cores`.
@@ -113,11 +113,11 @@ class CpuEngine:
         """Token-rows a second of recent steps, by the function that runs their chunks."""
         # One computes while Python prepares another, unless they had the same core.
         self.steps_in_flight = self.step_threads = min(2, self.threads)
+        parts.begin_compiling(self.threads)
         self._kernels = parts.load(self.threads)
         self._interpret, self._lower = address_of(interpret_chunk), address_of(lower_chunk)
         self._derivatives = [self._load_derivatives(single=False)]
         """Kernels of derivatives in float64, with all other code for them, and in float32."""
-        BACKGROUND.submit(parts.compile_group, "search", self.threads, urgent=False)
         self._derivatives.append(self._load_derivatives(single=True))
         self._datasets: dict[bytes, Dataset] = {}
         self._loop = ParallelLoop(self.threads, NICE)

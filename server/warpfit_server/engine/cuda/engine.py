@@ -107,8 +107,7 @@ class CudaEngine:
         self.step_size = each * self._device.multiprocessors
         started = time.perf_counter()
         where = self._device.cache_directory, self._device.architecture
-        # Beside the code that the engine waits for; `_load_derivatives` waits for this.
-        BACKGROUND.submit(parts.compile_group, "derivatives", *where, self.threads, urgent=False)
+        parts.begin_compiling(*where, self.threads)
         parts.compile_group("values", *where, self.threads)
         self._interpreter = InterpreterTier(self._device)
         _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)
@@ -324,14 +323,13 @@ class CudaEngine:
             importlib.import_module("warpfit_server.engine.fit.driver")
             where = self._device.cache_directory, self._device.architecture
             given = *where, self.threads
-            parts.compile_group("derivatives", *given, urgent=False)
+            parts.compile_group("derivatives", *given)
             self._device.use()
-            compile_spilling = partial(parts.compile_group, "spilling", *given, urgent=False)
+            compile_spilling = partial(parts.compile_group, "spilling", *given)
             parts.load_host_code("derivatives")
             tier = DerivativeTier(self._device, self.threads, compile_spilling)
             tier.prepare_all()
             _LOG.info("derivatives ready after %.2f s", time.perf_counter() - started)
-            BACKGROUND.submit(compile_spilling)  # so that no caller has to wait for that
             return tier
 
         return BACKGROUND.submit(load)

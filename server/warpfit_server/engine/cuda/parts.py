@@ -1,16 +1,17 @@
 """Parts of the CUDA engine's compiled code, each compiled by another process; needs no GPU.
 
 NVRTC and nvJitLink compile on one core and keep some 250 MiB, so several processes compile the
-parts of a group into the cache (`compile_processes`), and the engine loads them from there::
+groups of parts into the cache (`compile_processes`), and the engine loads them from there::
 
-    python -m warpfit_server.engine.cuda.parts DIRECTORY URGENT ARCHITECTURE/PART...
+    python -m warpfit_server.engine.cuda.parts DIRECTORY LOCK:ARCHITECTURE/GROUP/PART,...
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -68,27 +69,28 @@ _HOST_CODE: Final[dict[str, dict[str, tuple[float, Callable[[], object]]]]] = {
     },
     "spilling": {},
 }
-#: Names of the parts that are compiled together, in the order of need. A start needs "values".
+#: Names of the parts of each group, in the order of need. A start needs "values".
 GROUPS: Final = {group: (*_KERNELS[group], *_HOST_CODE[group]) for group in _KERNELS}
 
 
-def compile_group(
-    group: str,
-    directory: Path,
-    architecture: int,
-    processes: int,
-    *,
-    urgent: bool = True,
+def begin_compiling(
+    directory: Path, architecture: int, processes: int, groups: Iterable[str] = GROUPS
 ) -> None:
-    """Compile a group of `GROUPS` into the cache by other processes, unless that has been done.
+    """Start so many processes at most that compile what the cache has not of the groups."""
+    seconds: dict[str, dict[tuple[str, ...], float]] = {
+        _file(group, architecture): {
+            (f"{architecture}/{group}/{name}",): part[0]
+            for name, part in (_KERNELS[group] | _HOST_CODE[group]).items()
+        }
+        for group in groups
+    }
+    compile_processes.begin(directory / "cubin", __name__, seconds, processes)
 
-    No caller waits for it unless it is ``urgent``.
-    """
-    parts = _KERNELS[group] | _HOST_CODE[group]
-    seconds = {f"{architecture}/{group}/{name}": part[0] for name, part in parts.items()}
-    shares = compile_processes.share_out(seconds, processes)
-    name = f"{group}-{_fingerprint(architecture)}"
-    compile_processes.compile_once(directory / "cubin", name, __name__, shares, urgent=urgent)
+
+def compile_group(group: str, directory: Path, architecture: int, processes: int) -> None:
+    """Have a group of `GROUPS` compiled into the cache by other processes; wait for it."""
+    begin_compiling(directory, architecture, processes, [group])
+    compile_processes.wait(directory / "cubin", _file(group, architecture))
 
 
 def load_host_code(group: str) -> None:
@@ -99,10 +101,16 @@ def load_host_code(group: str) -> None:
 
 def precompile(directory: Path, architecture: int, processes: int) -> None:
     """Compile all groups for a compute capability; otherwise as `compile_group`."""
+    begin_compiling(directory, architecture, processes)
     for group in GROUPS:
-        compile_group(group, directory, architecture, processes)
+        compile_processes.wait(directory / "cubin", _file(group, architecture))
 
 
+def _file(group: str, architecture: int) -> str:
+    return f"{group}-{_fingerprint(architecture)}"
+
+
+@functools.cache
 def _fingerprint(architecture: int) -> str:
     """Return a hash of all that the code of all groups depends on."""
     sources = [source() for group in _KERNELS.values() for _, source in group.values()]
@@ -121,5 +129,5 @@ def _run(place: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
-    names = sys.argv[3:]
-    compile_processes.run_parts({n: partial(_run, name=n) for n in names}, sys.argv[1:])
+    named = [name for word in sys.argv[2:] for name in word.partition(":")[2].split(",")]
+    compile_processes.run_parts({n: partial(_run, name=n) for n in named}, sys.argv[1:])

@@ -1,9 +1,9 @@
 """Parts of the CPU engine's compiled code, each compiled by itself, cached on disk and loaded.
 
-`GROUPS` says what is needed when. At the first start several processes compile the parts of a group
-(`compile_processes`)::
+`GROUPS` says what is needed when. At the first start several processes compile the groups one after
+the other (`compile_processes`)::
 
-    python -m warpfit_server.engine.cpu.codegen.parts DIRECTORY URGENT PART...
+    python -m warpfit_server.engine.cpu.codegen.parts DIRECTORY LOCK:PART,...
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -106,9 +106,9 @@ PARTS: Final = {
     "compose": Part(1.0, composition.load),
     **{name: Part(*part) for name, part in fits.PARTS.items()},
 }
-#: What is needed at the same time, and is compiled side by side: a start needs "values". Parts that
-#: stand together call the same functions, which one process compiles once for all of them if there
-#: are no `instructions`.
+#: What is needed at the same time, in the order of need; a start needs "values". Parts that stand
+#: together call the same functions, which one process compiles once for all of them if there are no
+#: `instructions`.
 GROUPS: Final = {
     "values": (("lower",), *[(name,) for name in _KERNELS], ("interpret",), ("parallel", "check")),
     "derivatives": (
@@ -127,34 +127,35 @@ GROUPS: Final = {
 _MOST_PROCESSES: Final = 4
 
 
-def load_group(group: str, processes: int, *, urgent: bool) -> dict[str, Any]:
-    """Load the parts of a group by name, which are compiled first if they are not cached.
+def begin_compiling(processes: int, groups: Iterable[str] = GROUPS) -> None:
+    """Start so many processes at most that compile what has not been compiled of the groups."""
+    seconds = {
+        _file(group): {names: sum(PARTS[name].seconds for name in names) for names in GROUPS[group]}
+        for group in groups
+    }
+    place, most = numba_cache.default_directory(), min(processes, _MOST_PROCESSES)
+    compile_processes.begin(place, __name__, seconds, most)
 
-    Otherwise as `compile_group`.
-    """
+
+def load_group(group: str, processes: int) -> dict[str, Any]:
+    """Load the parts of a group by name, which so many processes compile first if need be."""
     start = time.perf_counter()
-    compile_group(group, processes, urgent=urgent)
+    begin_compiling(processes, [group])
+    compile_processes.wait(numba_cache.default_directory(), _file(group))
     found = {name: PARTS[name].load() for together in GROUPS[group] for name in together}
     _LOG.info("code for %s is ready after %.2f s", group, time.perf_counter() - start)
     return found
 
 
-def compile_group(group: str, processes: int, *, urgent: bool = True) -> None:
-    """Compile a group by so many processes at most, unless that has been done.
-
-    No caller waits for it unless it is ``urgent``.
-    """
-    seconds = {names: sum(PARTS[name].seconds for name in names) for names in GROUPS[group]}
-    own = compile_processes.share_out(seconds, min(processes, _MOST_PROCESSES))
-    shares = [[name for names in share for name in names] for share in own]
-    name, place = f"{group}-{numba_cache.host_tag()}", numba_cache.default_directory()
-    compile_processes.compile_once(place, name, __name__, shares, urgent=urgent)
-
-
 def precompile(processes: int) -> None:
-    """Compile all groups, without loading them; otherwise as `compile_group`."""
+    """Compile all groups by so many processes at most, without loading them."""
+    begin_compiling(processes)
     for group in GROUPS:
-        compile_group(group, processes)
+        compile_processes.wait(numba_cache.default_directory(), _file(group))
+
+
+def _file(group: str) -> str:
+    return f"{group}-{numba_cache.host_tag()}"
 
 
 def load(processes: int = 1) -> Kernels:
@@ -164,7 +165,7 @@ def load(processes: int = 1) -> Kernels:
     """
     names = {row.code: name for name, row in ops.OPERATORS.items()} | {COPY_CODE: COPY}
     kernels = {}
-    found = load_group("values", processes, urgent=True)
+    found = load_group("values", processes)
     for arithmetic, part in zip(Arithmetic, _KERNELS, strict=True):
         owner = _link(found[part])
         addresses = np.zeros(CODE_COUNT, dtype=np.int64)
@@ -182,12 +183,12 @@ def load_derivatives(kernels: Kernels, processes: int) -> Kernels:
     """
     # Importing the driver of fits takes longer than a step: the first fit finds it imported.
     importlib.import_module("warpfit_server.engine.fit.driver")
-    return _with_derivatives(kernels, load_group("derivatives", processes, urgent=False))
+    return _with_derivatives(kernels, load_group("derivatives", processes))
 
 
 def load_single_derivatives(kernels: Kernels, processes: int) -> Kernels:
     """Load the kernels for derivatives in float32 as well."""
-    return _with_derivatives(kernels, load_group("float32 derivatives", processes, urgent=False))
+    return _with_derivatives(kernels, load_group("float32 derivatives", processes))
 
 
 def _with_derivatives(kernels: Kernels, found: dict[str, Any]) -> Kernels:
@@ -210,7 +211,7 @@ def _with_derivatives(kernels: Kernels, found: dict[str, Any]) -> Kernels:
 def load_search(processes: int) -> None:
     """Load the code for searches, which is compiled first where it is not kept on disk."""
     importlib.import_module("warpfit_server.engine.search.driver")  # which takes longer than a step
-    load_group("search", processes, urgent=True)
+    load_group("search", processes)
 
 
 def _link(code: bytes) -> Any:

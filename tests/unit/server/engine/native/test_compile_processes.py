@@ -7,7 +7,6 @@ import itertools
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,57 +16,72 @@ import pytest
 from numba import types
 from numba.extending import register_jitable
 
+from support.servers.server import eventually
 from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.native import code_libraries, compile_processes
 from warpfit_server.engine.native.intrinsics import inlined, uncounted
 from warpfit_server.engine.native.numba_cache import load, njit
 
 
-@pytest.mark.parametrize("group", parts.GROUPS)
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_processes_get_parts_of_about_equal_time(count, group):
-    families = parts.GROUPS[group]
-    seconds = {names: sum(parts.PARTS[name].seconds for name in names) for names in families}
-    shares = compile_processes.share_out(seconds, count)
-    assert sorted(itertools.chain(*shares)) == sorted(seconds)
-    loads = [sum(seconds[name] for name in names) for names in shares]
-    assert max(loads) <= max(*seconds.values(), 1.25 * sum(loads) / count)
+def test_processes_get_parts_of_about_equal_time(count, monkeypatch):
+    shares = []
+
+    def child(option, module, place, *words):
+        shares.append(
+            [[name for name in word.partition(":")[2].split(",") if name] for word in words]
+        )
+        return {"args": ["true"], "env": {}}
+
+    monkeypatch.setattr(compile_processes, "python_child", child)
+    parts.begin_compiling(count)
+    assert len(shares) == count
+    named = list(itertools.chain(*itertools.chain(*shares)))
+    assert sorted(named) == sorted(parts.PARTS)
+    for groups in (1, len(parts.GROUPS)):  # what a start waits for, and all
+        loads = [sum(parts.PARTS[n].seconds for g in share[:groups] for n in g) for share in shares]
+        longest = max(part.seconds for part in parts.PARTS.values())
+        assert max(loads) <= max(longest, 1.25 * sum(loads) / count)
 
 
 def test_a_process_that_fails_is_logged_and_nothing_else(tmp_path, caplog):
-    compile_processes.compile_once(tmp_path, "all", parts.__name__, [["no such part"]])
-    assert "no such part" in caplog.text
+    compile_processes.begin(tmp_path, parts.__name__, {"all": {("no such part",): 1.0}}, 1)
+    compile_processes.wait(tmp_path, "all")
+    eventually(lambda: "no such part" in caplog.text)
     assert (tmp_path / "all.complete").exists()
 
 
-class Slow:
-    """A process that takes a while."""
+#: Compiles nothing, but takes a while to do so, and notes it.
+COMPILER = """
+import sys, time
+from warpfit_server.engine.native.compile_processes import run_parts
 
-    started: list[list[str]]
-    ended: list[list[str]]
+def compile(place):
+    with (place / "log").open("a") as log:
+        log.write(".")
+    while not (place / "go on").exists():
+        time.sleep(0.01)
 
-    def __init__(self, place, module, names, lock, *, urgent):
-        self.names = names
-        self.started.append(names)
-
-    def wait(self):
-        time.sleep(0.2)
-        self.ended.append(self.names)
-        return 0
+run_parts({"first": lambda place: compile, "second": compile}, sys.argv[1:])
+"""
 
 
-def test_one_engine_compiles_and_the_others_wait(monkeypatch, tmp_path):
-    Slow.started, Slow.ended = [], []
-
-    def compile_all(number):
-        compile_processes.compile_once(tmp_path, "all", "module", [["part"]])
-        return len(Slow.ended)
-
-    monkeypatch.setattr(compile_processes, "_start", Slow)
+def test_one_engine_compiles_and_the_others_wait_for_each_group(monkeypatch, tmp_path):
+    child = compile_processes.python_child
+    monkeypatch.setattr(
+        compile_processes, "python_child", lambda _, __, *words: child("-c", COMPILER, *words)
+    )
+    groups = {"early": {("first",): 1.0}, "late": {("second",): 1.0}}
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(compile_all, range(4)))
-    assert found == [1] * 4
-    assert Slow.started == [["part"]]
+        for _ in range(4):
+            compile_processes.begin(tmp_path, "module", groups, 1)
+        list(pool.map(lambda _: compile_processes.wait(tmp_path, "early"), range(4)))
+        late = [pool.submit(compile_processes.wait, tmp_path, "late") for _ in range(4)]
+        eventually(lambda: (tmp_path / "log").exists())
+        assert not any(one.done() for one in late)
+        (tmp_path / "go on").touch()
+    compile_processes.begin(tmp_path, "module", groups, 1)
+    assert (tmp_path / "log").read_text() == "."
 
 
 # ------------------------------------------------------------------------------------- sealed files
