@@ -72,11 +72,13 @@ _BIAS: Final = 5e-3
 _FARTHEST: Final = 0.03
 _OF_OTHERS: Final = 0.5
 _PREDICTED: Final = 0.25
-#: How much less likely a formula is, in nats, that leaves the range of the target and of a linear
-#: model, widened by part of the former, on rows unlike all others; and most part of a distance by
-#: which these are farther out.
+#: How much less likely, in nats, a formula is that has no value on rows unlike all others, or
+#: leaves the range of the target and of a linear model there by e - 1 ranges of the target; the
+#: room beside that range; most ranges that count; and most part of a distance by which the rows are
+#: farther out.
 _STRAYING: Final = 15.0
 _ROOM: Final = 0.25
+_MOST_RANGES: Final = 1e6
 _BEYOND: Final = 0.5
 #: Part of a number, or of its variable's range, that nobody measures.
 _UNMEASURED: Final = 1e-7
@@ -121,7 +123,7 @@ class Selection:
     """Predictive lengths, as `Equation.predictive_length`."""
     _least_error: float = math.inf
     """Least mean squared error of a formula in a cross-validation."""
-    _straying: dict[Program, bool] = field(default_factory=dict)
+    _straying: dict[Program, float] = field(default_factory=dict)
     _bulks: dict[Program, tuple[float, float]] = field(default_factory=dict)
 
     def hold_out(self, rows: Indices) -> None:
@@ -202,7 +204,7 @@ class Selection:
     def surprise(self, program: Program, loss: float) -> float:
         """Return `Equation.surprise` of a formula with a loss above the least one."""
         is_noisy = loss > self.limit(_LEAST_NOISE)
-        return _STRAYING if is_noisy and self.strays(program) else 0.0
+        return self.straying(program) if is_noisy else 0.0
 
     @cached_property
     def _deviance_of_scale(self) -> float:
@@ -320,7 +322,7 @@ class Selection:
             level = max(error, ROUNDING * self.scale, math.ulp(0.0))
             self._least_error = min(self._least_error, level)
             length = 0.5 * self.amount() * math.log(level) if level < math.inf else math.inf
-            length += self.structure_length(program) + _STRAYING * self.strays(program)
+            length += self.structure_length(program) + self.straying(program)
             self.lengths[program] = length + count
 
     def structure_length(self, program: Program) -> float:
@@ -472,21 +474,33 @@ class Selection:
             change = change - reference.evaluate_program(program, X)
             return bool(np.mean(np.square(change)) > _LEAST_NOISE * self._variance)
 
-    def strays(self, program: Program) -> bool:
-        """Tell whether a formula has values on rows unlike all others that are a surprise."""
+    def straying(self, program: Program) -> float:
+        """Return how much less likely, in nats, values on rows unlike all others make a formula.
+
+        They are a surprise where they leave the range of what is known, which counts the more the
+        farther they go: at a pole they go a thousand times as far as a square does.
+        """
         grouped = self.training.groups is not None  # each group has a range of its own
         if not self.loss.is_squares or program.variables == 0 or grouped:
-            return False
+            return 0.0
         if program not in self._straying:
-            self._straying[program] = not (
-                self._stays(program, self._unlike)
-                and self._stays(program, self._near_poles(program))
-            )
+            far, is_unknown = self._ranges_left(program, self._unlike)
+            # How far it is from a pole says nothing: those rows are as near to one as can be.
+            is_unknown |= self._ranges_left(program, self._near_poles(program)) != (0.0, False)
+            nats = _STRAYING * max(math.log1p(min(far, _MOST_RANGES)), float(is_unknown))
+            self._straying[program] = nats
         return self._straying[program]
 
-    def _stays(self, program: Program, rows: Floats) -> bool:
+    def _ranges_left(self, program: Program, rows: Floats) -> tuple[float, bool]:
+        """Return how far values leave the range of what is known, and whether there are not all.
+
+        The distance is in ranges of the target.
+        """
         values, (low, high) = reference.evaluate_program(program, rows), self._range
-        return bool(((values >= low) & (values <= high)).all())
+        known = values[~np.isnan(values)]
+        farthest = float(np.maximum(low - known, known - high).max(initial=0.0))
+        ranges = farthest / max(float(np.ptp(self.training.target)), math.ulp(0.0))
+        return ranges, len(known) < len(values)
 
     def _near_poles(self, program: Program) -> Floats:
         """Return rows in the range of each variable next to which a formula may have a pole.
