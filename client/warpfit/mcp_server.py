@@ -801,24 +801,20 @@ class _StrictServer(MCPServer):  # type: ignore[misc]
         except ToolError as error:
             if not isinstance(error.__cause__, ValidationError):
                 raise
-            raise ToolError(_wrong_arguments(name, error.__cause__, known)) from error
+            first = error.__cause__.errors(include_url=False)[0]
+            path = [str(part) for part in first["loc"]]
+            place = ".".join(path) or "the arguments"
+            if first["type"] == "missing":
+                what = f"{place} is missing"
+            else:
+                what = f"{place} is {shortened(repr(first['input']), 60)}: {first['msg'].lower()}"
+            wanted = known.get(path[0], {}).get("description", "") if path else ", ".join(known)
+            text = f"BAD_ARGUMENT: {name}: {what}. Give {wanted or 'another value'}"
+            raise ToolError(text) from error
         if isinstance(result, CallToolResult) and result.structured_content is not None:
             text = json.dumps(result.structured_content, separators=(",", ":"), ensure_ascii=False)
             result.content = [TextContent(type="text", text=text)]
         return result
-
-
-def _wrong_arguments(name: str, error: ValidationError, known: Mapping[str, Any]) -> str:
-    """Say which argument of a tool has a wrong shape, and which one it takes."""
-    first = error.errors(include_url=False)[0]
-    path = [str(part) for part in first["loc"]]
-    place = ".".join(path) or "the arguments"
-    if first["type"] == "missing":
-        what = f"{place} is missing"
-    else:
-        what = f"{place} is {shortened(repr(first['input']), 60)}: {first['msg'].lower()}"
-    wanted = known.get(path[0], {}).get("description", "") if path else ", ".join(known)
-    return f"BAD_ARGUMENT: {name}: {what}. Give {wanted or 'another value'}"
 
 
 class _FairShares:

@@ -623,7 +623,19 @@ class _Reader:
             (value,) = struct.unpack(">d", bytes.fromhex(token[1:]))
             self._constant(value)
         elif IDENTIFIER.fullmatch(token) and token not in INFIX:
-            self._name(token)
+            indexed = INDEXED.fullmatch(token) if self.parser.indexed else None
+            if token in self.parser.variables:
+                self._leaf(token, VARIABLE, self.parser.variables[token])
+            elif indexed and int(indexed[2]) < 2**31:
+                code = VARIABLE if indexed[1] == "x" else PARAMETER
+                self._leaf(token, code, float(indexed[2]) - 1)
+            elif token in CONSTANTS:
+                self._constant(CONSTANTS[token])
+            else:
+                if token in function_names():
+                    remedy = f"Write its operands in parentheses: {token}(...)"
+                    self._fail(f"{token} is a function without operands", "UNKNOWN_NAME", remedy)
+                self._unknown(token, "name", (*self.parser.names, *CONSTANTS))
         elif _is_number(token):
             self._constant(self._number(token))
         elif token and token not in (*INFIX, ")", ","):
@@ -661,21 +673,6 @@ class _Reader:
         self.codes.append(CONSTANT)
         self.values.append(value)
         return False
-
-    def _name(self, name: str) -> None:
-        indexed = INDEXED.fullmatch(name) if self.parser.indexed else None
-        if name in self.parser.variables:
-            self._leaf(name, VARIABLE, self.parser.variables[name])
-        elif indexed and int(indexed[2]) < 2**31:
-            code = VARIABLE if indexed[1] == "x" else PARAMETER
-            self._leaf(name, code, float(indexed[2]) - 1)
-        elif name in CONSTANTS:
-            self._constant(CONSTANTS[name])
-        else:
-            if name in function_names():
-                remedy = f"Write its operands in parentheses: {name}(...)"
-                self._fail(f"{name} is a function without operands", "UNKNOWN_NAME", remedy)
-            self._unknown(name, "name", (*self.parser.names, *CONSTANTS))
 
     def _open(self, row: Operator | Macro | Placeholder | None, first: int) -> None:
         self.groups.append(_Group(row, first))

@@ -137,16 +137,6 @@ class SimplifyTask:
         own: FitOptions = {"loss": self._loss, "max_iterations": _ITERATIONS, "timeout": timeout}
         return own | common(self._options)  # type: ignore[no-any-return]
 
-    def _power(self) -> int:
-        """Return the power of small residuals that the loss grows with: 2 for smooth ones."""
-        if self._loss.closing is Closing.ROOT:
-            return 1
-        # Prediction, target and weight; the residuals are small, and exact at these places.
-        rows = np.array([[1.0, 1.0 + 2.0**-16, 1.0 + 2.0**-15], [1.0] * 3, [1.0] * 3])
-        least, near, far = evaluate_program(self._loss.row, rows)
-        with np.errstate(all="ignore"):
-            return 2 if (far - least) / (near - least) > 3.0 else 1
-
     def _settings(self) -> SnapSettings:
         wanted = "a part of the loss, such as 0.01, or 0"
         tolerance = number(self._options.get("tolerance", _TOLERANCE), "tolerance", wanted)
@@ -160,13 +150,20 @@ class SimplifyTask:
             raise bad_setting("allows", allows, "a function of a Program that returns a bool")
         layout = self._data.layout
         rounding = _ROUNDING * float(np.finfo(layout.dtype).eps)
+        if self._loss.closing is not Closing.ROOT:
+            # Prediction, target and weight; the residuals are small, and exact at these places. A
+            # smooth loss grows with their squares.
+            rows = np.array([[1.0, 1.0 + 2.0**-16, 1.0 + 2.0**-15], [1.0] * 3, [1.0] * 3])
+            least, near, far = evaluate_program(self._loss.row, rows)
+            with np.errstate(all="ignore"):
+                rounding **= 2 if (far - least) / (near - least) > 3.0 else 1
         sample = self._data.dataset.every(max(1, layout.rows // _SAMPLE)).astype(np.float64)
         if layout.has_weights and (sample[-1] > 0.0).any():
             sample = sample[:, sample[-1] > 0.0]
         low, high = ranges(self._data.dataset)
         return SnapSettings(
             tolerance=tolerance,
-            rounding=rounding ** self._power(),
+            rounding=rounding,
             assume_defined=bool(self._options.get("assume_defined")),
             numbers=kind or "",
             sample=sample[: layout.variables],

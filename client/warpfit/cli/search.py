@@ -43,9 +43,26 @@ def main(words: Sequence[str]) -> int:
     table.require_finite(options.target, options.weights)
     target = table.target
     assert target is not None  # the flag is required
+    from warpfit.sklearn import SymbolicRegressor
     from warpfit.sklearn.equations import plot_fit
 
-    model = _model(options)
+    given = {"operators": options.operators} if options.operators else {}
+    model = SymbolicRegressor(
+        address=options.address,
+        **from_flags(options),
+        engine=options.engine,
+        loss=options.loss,
+        template=options.template,
+        model_selection=options.model_selection,
+        max_size=options.max_size,
+        generations=options.generations,
+        max_seconds=options.max_seconds,
+        digits=options.digits,
+        checkpoint=options.checkpoint,
+        verbose=not options.quiet,
+        random_state=options.random_state,
+        **given,
+    )
     model.variable_names, model.group = table.names, table.group
     columns: Any = table.columns
     if table.groups:
@@ -185,28 +202,6 @@ def _seed(text: str) -> int:
     if text.strip().isdecimal() and int(text) < 2**32:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text.strip()!r} is no whole number from 0 to 4294967295")
-
-
-def _model(options: argparse.Namespace) -> SymbolicRegressor:
-    from warpfit.sklearn import SymbolicRegressor
-
-    given = {"operators": options.operators} if options.operators else {}
-    return SymbolicRegressor(
-        address=options.address,
-        **from_flags(options),
-        engine=options.engine,
-        loss=options.loss,
-        template=options.template,
-        model_selection=options.model_selection,
-        max_size=options.max_size,
-        generations=options.generations,
-        max_seconds=options.max_seconds,
-        digits=options.digits,
-        checkpoint=options.checkpoint,
-        verbose=not options.quiet,
-        random_state=options.random_state,
-        **given,
-    )
 
 
 def _document(model: SymbolicRegressor, options: argparse.Namespace) -> dict[str, Any]:

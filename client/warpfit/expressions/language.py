@@ -464,9 +464,16 @@ def _text(row: Operator, operands: list[_Rendered], mark: str) -> _Rendered:
         for position, (operand, _) in enumerate(operands):
             pieces += [", ", operand] if position else [operand]
         return _joined([*pieces, ")"]), _ATOM
+    # The least precedences that stand without parentheses.
+    own = row.precedence
+    needed = [own] if row.arity == 1 else [own, own + 1]
+    if row.name in COMPARISONS:
+        needed = [own + 1, own + 1]
+    elif row.name in RIGHT_ASSOCIATIVE:
+        needed = [own + 1, own]
     inner = [
         _enclosed(operand, wanted, "(", ")")
-        for operand, wanted in zip(operands, _operand_precedences(row), strict=True)
+        for operand, wanted in zip(operands, needed, strict=True)
     ]
     if row.arity == 2:
         return _joined([inner[0], f" {mark}{row.symbol} ", inner[1]]), row.precedence
@@ -475,16 +482,6 @@ def _text(row: Operator, operands: list[_Rendered], mark: str) -> _Rendered:
         inner = [_joined(["(", *inner, ")"])]
     symbol = f"{row.symbol} " if row.symbol.isalpha() else row.symbol
     return _joined([mark + symbol, *inner]), row.precedence
-
-
-def _operand_precedences(row: Operator) -> tuple[int, ...]:
-    """Return the least precedence that each operand needs to stand without parentheses."""
-    own = row.precedence
-    if row.arity == 1:
-        return (own,)
-    if row.name in COMPARISONS:
-        return own + 1, own + 1
-    return (own + 1, own) if row.name in RIGHT_ASSOCIATIVE else (own, own + 1)
 
 
 def _enclosed(operand: _Rendered, wanted: int, opening: str, closing: str) -> _Pieces:

@@ -313,7 +313,28 @@ class ParameterVectors:
                 "Give one vector [n] or K vectors [K, n] for each program, [] where it has none",
                 "parameters",
             )
-        return join_vectors(entries) or _join_any(entries)
+        if (joined := join_vectors(entries)) is not None:
+            return joined
+        arrays = [float_array(entry, index) for index, entry in enumerate(entries)]
+        dimensions = {array.ndim for array in arrays}
+        if dimensions == {1}:
+            return cls(np.array(list(map(len, arrays)), np.uint32), np.concatenate(arrays))
+        vectors = {array.shape[0] for array in arrays if array.ndim == 2}
+        if len(vectors) != 1:
+            raise InvalidArgumentError(
+                f"parameter entries disagree about the number of vectors: {sorted(vectors)}",
+                "VECTOR_MISMATCH",
+                "Give each program one vector [n], or the same number K of vectors [K, n]",
+                "parameters",
+            )
+        k = vectors.pop()
+        blocks = [a if a.ndim == 2 else a.reshape(1, -1).repeat(k, axis=0) for a in arrays]
+        return cls(
+            np.array([block.shape[1] for block in blocks], np.uint32),
+            np.concatenate([block.ravel() for block in blocks]),
+            k,
+            leading_axis=True,
+        )
 
 
 def join_vectors(entries: Sequence[ArrayLike]) -> ParameterVectors | None:
@@ -348,29 +369,6 @@ def join_vectors(entries: Sequence[ArrayLike]) -> ParameterVectors | None:
 def lengths_array(lengths: Iterable[int]) -> NDArray[np.uint32]:
     """Return lengths below 2**32 as an array, in a third of the time that NumPy takes."""
     return np.frombuffer(array("I", lengths), np.uint32)
-
-
-def _join_any(entries: Sequence[ArrayLike]) -> ParameterVectors:
-    arrays = [float_array(entry, index) for index, entry in enumerate(entries)]
-    dimensions = {array.ndim for array in arrays}
-    if dimensions == {1}:
-        return ParameterVectors(np.array(list(map(len, arrays)), np.uint32), np.concatenate(arrays))
-    vectors = {array.shape[0] for array in arrays if array.ndim == 2}
-    if len(vectors) != 1:
-        raise InvalidArgumentError(
-            f"parameter entries disagree about the number of vectors: {sorted(vectors)}",
-            "VECTOR_MISMATCH",
-            "Give each program one vector [n], or the same number K of vectors [K, n]",
-            "parameters",
-        )
-    k = vectors.pop()
-    blocks = [a if a.ndim == 2 else a.reshape(1, -1).repeat(k, axis=0) for a in arrays]
-    return ParameterVectors(
-        np.array([block.shape[1] for block in blocks], np.uint32),
-        np.concatenate([block.ravel() for block in blocks]),
-        k,
-        leading_axis=True,
-    )
 
 
 def float_array(entry: ArrayLike, index: int | None = None) -> NDArray[np.float64]:

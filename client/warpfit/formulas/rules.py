@@ -445,7 +445,15 @@ class Rules:
                 signs.setdefault(math.copysign(1.0, c) if c else 0.0, []).append(c)
             terms += [(_sum(group), term) for group in signs.values()]
         whole = sum_node(constant, terms)
-        return min(whole, _factored(constant, tuple(terms)) or whole, key=len)
+        # Also c * (a + b) for c*a + c*b, unless the coefficients differ.
+        scale = abs(terms[0][0]) if terms else 1.0
+        if scale in (0.0, 1.0) or len(terms) + (constant != 0.0) < 2:
+            return whole
+        rest = constant / scale
+        if any(abs(c) != scale for c, _ in terms) or len(repr(rest)) > len(repr(constant)) + 1:
+            return whole
+        inner = sum_node(rest, [(c / scale, term) for c, term in terms])
+        return min(whole, sum_node(0.0, [(scale, inner)]), key=len)
 
     def negative(self, node: Node) -> Node:
         """Return minus a node."""
@@ -464,8 +472,14 @@ class Rules:
                 with np.errstate(all="ignore"):
                     factor = _in_range(float(np.power(np.float64(scale), e)), scale)
                 coefficient = _multiplied(coefficient, factor)
-            else:
-                inner = self._under_root(base, scale, inner)
+            else:  # the powers whose exponents a fractional one may multiply, or the base
+                powers, inner = inner, ((base, 1.0),)
+                if scale == 1.0 and len(powers) == 1:
+                    of, power = powers[0]
+                    if power % 2.0 == 0.0:
+                        inner = ((self.absolute(of), power),)
+                    elif self._positive(of):
+                        inner = powers
             if inner == ((base, 1.0),):
                 exponents.setdefault(base, []).append(e)
             elif any(not f.is_integer() and not self._positive(b) for b, f in inner):
@@ -491,16 +505,6 @@ class Rules:
         coefficient *= math.prod(sign for sign, _, _ in signs)
         node = product_node((base, e) for _, base, e in signs)
         return node if coefficient == 1.0 else self.total(0.0, [(coefficient, node)])
-
-    def _under_root(self, base: Node, scale: float, factors: Factors) -> Factors:
-        """Return the powers whose exponents a fractional exponent may multiply, or the base."""
-        if scale == 1.0 and len(factors) == 1:
-            inner, e = factors[0]
-            if e % 2.0 == 0.0:
-                return ((self.absolute(inner), e),)
-            if self._positive(inner):
-                return factors
-        return ((base, 1.0),)
 
     def _positive(self, node: Node) -> bool:
         return self.assume_defined or node.nonnegative
@@ -611,7 +615,7 @@ class Rules:
         found = self.product(1.0, [*powers, (self.apply(OPERATORS["exp"], [rest]), 1.0)])
         return min(found, call_node("exp", [exponent]), key=len)
 
-    def comparison(self, name: str, a: Node, b: Node) -> Node:
+    def comparison(self, a: Node, b: Node, name: str) -> Node:
         """Return a comparison; of a multiple with a number as one of the term with the quotient.
 
         Only a quotient that gives the number again is taken, so that rows on the boundary stay on
@@ -627,10 +631,6 @@ class Rules:
                 relation = _SWAPPED[relation] if c < 0.0 else relation
                 return call_node(relation, [term, leaf(CONSTANT, quotient)])
         return call_node(name, [a, b])
-
-
-def _compared(name: str, rules: Rules, a: Node, b: Node) -> Node:
-    return rules.comparison(name, a, b)
 
 
 def _is_exp(node: Node) -> TypeGuard[Call]:
@@ -656,7 +656,7 @@ _RULES: Final[dict[str, _Rule]] = {
     "sqrt": Rules.root,
     "sqrtabs": lambda rules, a: rules.root(rules.absolute(a)),
     "pow": _pow,
-    **{name: partial(_compared, name) for name in _SWAPPED},
+    **{name: partial(Rules.comparison, name=name) for name in _SWAPPED},
     "abs": Rules.absolute,
     "fma": lambda rules, a, b, c: min(
         rules.total(0.0, [(1.0, rules.product(1.0, [(a, 1.0), (b, 1.0)])), (1.0, c)]),
@@ -688,17 +688,6 @@ def _as_product(node: Node) -> tuple[float, Factors]:
     if isinstance(node, Sum) and _is_scaled(node):
         scale, node = node.terms[0]
     return scale, node.factors if isinstance(node, Product) else ((node, 1.0),)
-
-
-def _factored(constant: float, terms: Terms) -> Node | None:
-    """Return c * (a + b) for c*a + c*b; None if the coefficients differ."""
-    scale = abs(terms[0][0]) if terms else 1.0
-    if scale in (0.0, 1.0) or len(terms) + (constant != 0.0) < 2:
-        return None
-    rest = constant / scale
-    if any(abs(c) != scale for c, _ in terms) or len(repr(rest)) > len(repr(constant)) + 1:
-        return None
-    return sum_node(0.0, [(scale, sum_node(rest, [(c / scale, term) for c, term in terms]))])
 
 
 def _sum(coefficients: Sequence[float]) -> float:

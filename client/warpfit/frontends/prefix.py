@@ -163,7 +163,21 @@ def postfix_order(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> ND
     Read backwards prefix is postfix. A node stands in postfix where the subtrees that end before it
     are, plus the rest of its own.
     """
-    _check_whole(operands, lengths)
+    # A tree lowers the sum by one; it has all operands, and nothing behind its end.
+    missing = np.cumsum(operands - 1) + np.repeat(np.arange(len(lengths)), lengths) + 1
+    ends = np.cumsum(lengths)
+    before = missing + 1 - operands
+    if not lengths.all() or before.min(initial=1) < 1 or missing[ends - 1].any():
+        bad = lengths == 0
+        bad[lengths > 0] = missing[ends[lengths > 0] - 1] != 0
+        bad[np.repeat(np.arange(len(lengths)), lengths)[before < 1]] = True
+        raise ProgramError(
+            "the nodes are not one whole tree",
+            "STACK_LEFTOVERS",
+            "Give every operator its operands, and nothing behind them",
+            "expressions",
+            int(bad.argmax()),
+        )
     size = len(operands)
     end = size - 1 - subtree_starts(operands[::-1], int(lengths.max(initial=0)))[::-1]
     ended = np.cumsum(np.bincount(end, minlength=size))
@@ -173,26 +187,6 @@ def postfix_order(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> ND
     nodes = np.arange(size)
     result[ended + end - nodes] = nodes
     return result
-
-
-def _check_whole(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-    """Check that each tree has all operands and nothing behind its end."""
-    # Each tree lowers the sum by one.
-    missing = np.cumsum(operands - 1) + np.repeat(np.arange(len(lengths)), lengths) + 1
-    ends = np.cumsum(lengths)
-    before = missing + 1 - operands
-    if lengths.all() and before.min(initial=1) >= 1 and not missing[ends - 1].any():
-        return
-    bad = lengths == 0
-    bad[lengths > 0] = missing[ends[lengths > 0] - 1] != 0
-    bad[np.repeat(np.arange(len(lengths)), lengths)[before < 1]] = True
-    raise ProgramError(
-        "the nodes are not one whole tree",
-        "STACK_LEFTOVERS",
-        "Give every operator its operands, and nothing behind them",
-        "expressions",
-        int(bad.argmax()),
-    )
 
 
 def operator_node(
