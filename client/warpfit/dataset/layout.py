@@ -151,8 +151,16 @@ class RoundingCheck:
         """
         dtype = self._layout.dtype
         if dtype.itemsize > 4:
-            if given.dtype.kind in "iu" and given.dtype.itemsize == 8:
-                self._compare_integers(given, first)
+            # Integers may be rounded, too; where there is no wider float, none of them is found.
+            is_long = given.dtype.kind in "iu" and given.dtype.itemsize == 8
+            for column, numbers in enumerate(given, first) if is_long else ():
+                least, greatest = int(numbers.min()), int(numbers.max())
+                self._widen(column, np.longdouble(least), np.longdouble(greatest))
+                if max(abs(least), abs(greatest)) > _EXACT_IN_FLOAT64:
+                    for begin in range(0, len(numbers), _COMPARED_ROWS):
+                        exact = numbers[begin : begin + _COMPARED_ROWS]
+                        lost = np.abs(exact.astype(np.longdouble) - exact.astype(np.float64)).max()
+                        self._error[column] = max(self._error[column], float(lost))
             return
         if np.can_cast(given.dtype, dtype) and not self._measures:
             return
@@ -202,17 +210,6 @@ class RoundingCheck:
         if len(lossy) > len(listed):
             listed.append(f"{len(lossy) - len(listed)} more columns")
         return f"{self._layout.dtype.name} loses digits of {'; '.join(listed)}" if lossy else ""
-
-    def _compare_integers(self, given: NDArray[Any], first: int) -> None:
-        """Compare integers that float64 may round; where no wider float is there, none is found."""
-        for column, numbers in enumerate(given, first):
-            low, high = int(numbers.min()), int(numbers.max())
-            self._widen(column, np.longdouble(low), np.longdouble(high))
-            if max(abs(low), abs(high)) > _EXACT_IN_FLOAT64:
-                for start in range(0, len(numbers), _COMPARED_ROWS):
-                    exact = numbers[start : start + _COMPARED_ROWS]
-                    error = np.abs(exact.astype(np.longdouble) - exact.astype(np.float64)).max()
-                    self._error[column] = max(self._error[column], float(error))
 
     def _compare(self, rounded: NDArray[Any], given: NDArray[Any], column: int, first: int) -> None:
         for start in range(0, len(rounded), _COMPARED_ROWS):

@@ -87,26 +87,25 @@ def differentiate(
         number = columns[index] if code == VARIABLE else np.full(rows, vector[index])
         return _Dual(number, {index: np.ones(rows)} if code == by else {})
 
+    def apply(operator: Operator, operands: list[_Dual]) -> _Dual:
+        values = [operand.value for operand in operands]
+        result = np.asarray(operator.numpy(*values), dtype=np.float64)
+        names = dict(zip(operator.operands, values, strict=True)) | {"r": result}
+        slopes: dict[int, Floats] = {}
+        for operand, code in zip(operands, _partials(operator.derivative), strict=True):
+            if operand.slopes:
+                partial = eval(code, {"__builtins__": {}, **FUNCTIONS}, names)
+                for index, slope in operand.slopes.items():
+                    passes = (partial != 0) & (slope != 0)
+                    slopes[index] = slopes.get(index, 0.0) + np.where(passes, partial * slope, 0.0)
+        return _Dual(result, slopes)
+
     with np.errstate(all="ignore"):
-        result = program.fold(leaf, _apply)
+        result = program.fold(leaf, apply)
     slopes = np.zeros((len(vector) if by == PARAMETER else len(columns), *rows))
     for index, slope in result.slopes.items():
         slopes[index] = slope
     return result.value, slopes
-
-
-def _apply(operator: Operator, operands: list[_Dual]) -> _Dual:
-    values = [operand.value for operand in operands]
-    result = np.asarray(operator.numpy(*values), dtype=np.float64)
-    names = dict(zip(operator.operands, values, strict=True)) | {"r": result}
-    slopes: dict[int, Floats] = {}
-    for operand, code in zip(operands, _partials(operator.derivative), strict=True):
-        if operand.slopes:
-            partial = eval(code, {"__builtins__": {}, **FUNCTIONS}, names)
-            for index, slope in operand.slopes.items():
-                passes = (partial != 0) & (slope != 0)
-                slopes[index] = slopes.get(index, 0.0) + np.where(passes, partial * slope, 0.0)
-    return _Dual(result, slopes)
 
 
 @cache

@@ -156,10 +156,21 @@ def sum_node(constant: float, terms: Iterable[tuple[float, Node]]) -> Node:
         return number(constant)
     if constant == 0.0 and len(ordered) == 1 and ordered[0][0] == 1.0:
         return ordered[0][1]
+    # Positive terms come first, so that the others are subtracted.
+    items = [*ordered, *([(constant, number(1.0))] if constant != 0.0 else [])]
+    # A negative number takes no token more than a positive one, -1 takes one more.
+    first = min(range(len(items)), key=lambda place: (items[place][0] < 0, items[place][0] == -1.0))
+    c, node = items.pop(first)
+    sign = -1.0 if c == -1.0 else 1.0
+    tokens = scaled_tokens(sign * c, node)
+    for c, node in items:
+        operator = "add" if sign * c >= 0.0 else "sub"
+        tokens += scaled_tokens(abs(c), node) + OPERATOR[operator]
+    tokens += OPERATOR["neg"] if sign < 0.0 else b""
     nonnegative = constant >= 0.0 and all(c >= 0.0 and t.nonnegative for c, t in ordered)
     alone = constant == 0.0 and len(ordered) == 1 and ordered[0][0] != 0.0
     return Sum(
-        _sum_tokens(constant, ordered),
+        tokens,
         all(term.finite for _, term in ordered),
         (nonnegative and constant > 0.0) or (alone and ordered[0][1].nonzero),
         nonnegative,
@@ -213,20 +224,6 @@ def call_node(name: str, operands: Sequence[Node]) -> Call:
 
 
 # --------------------------------------------------------------------------------------- tokens
-
-
-def _sum_tokens(constant: float, terms: Terms) -> bytes:
-    """Return positive terms first, so that the others are subtracted."""
-    items = [*terms, *([(constant, number(1.0))] if constant != 0.0 else [])]
-    # A negative number takes no token more than a positive one, -1 takes one more.
-    first = min(range(len(items)), key=lambda place: (items[place][0] < 0, items[place][0] == -1.0))
-    c, node = items.pop(first)
-    sign = -1.0 if c == -1.0 else 1.0
-    tokens = scaled_tokens(sign * c, node)
-    for c, node in items:
-        operator = "add" if sign * c >= 0.0 else "sub"
-        tokens += scaled_tokens(abs(c), node) + OPERATOR[operator]
-    return tokens if sign > 0.0 else tokens + OPERATOR["neg"]
 
 
 def scaled_tokens(coefficient: float, node: Node) -> bytes:
@@ -501,23 +498,19 @@ class Rules:
             whole = self.apply(OPERATORS["exp"], [self.total(0.0, exponentials)])
             rest = [(base, e) for base, e in collected if not _is_exp(base)]
             return self.product(coefficient, [*rest, (whole, 1.0)])
-        signs = [self._with_sign(base, e) for base, e in collected]
-        coefficient *= math.prod(sign for sign, _, _ in signs)
-        node = product_node((base, e) for _, base, e in signs)
+        for place, (base, e) in enumerate(collected):
+            # Of an even power with either sign the first in the canonical order is the base.
+            if isinstance(base, Sum) and e.is_integer():
+                opposite = self.negative(base)
+                if e % 2 == 0 and opposite.key < base.key:
+                    collected[place] = opposite, e
+                elif e % 2 and len(opposite) < len(base):
+                    collected[place], coefficient = (opposite, e), -coefficient
+        node = product_node(collected)
         return node if coefficient == 1.0 else self.total(0.0, [(coefficient, node)])
 
     def _positive(self, node: Node) -> bool:
         return self.assume_defined or node.nonnegative
-
-    def _with_sign(self, base: Node, e: float) -> tuple[float, Node, float]:
-        """Return the base of an even power with either sign as the first in the canonical order."""
-        if isinstance(base, Sum) and e.is_integer():
-            opposite = self.negative(base)
-            if e % 2 == 0 and opposite.key < base.key:
-                return 1.0, opposite, e
-            if e % 2 and len(opposite) < len(base):
-                return -1.0, opposite, e
-        return 1.0, base, e
 
     def power(self, base: Node, e: float) -> Node | None:
         """Return a node to a constant exponent; None if the operator has to remain."""

@@ -478,23 +478,17 @@ class Selection:
         if not self.loss.is_squares or program.variables == 0 or grouped:
             return False
         if program not in self._straying:
-            self._straying[program] = not (
-                self._stays(program, self._unlike)
-                and self._stays(program, self._near_poles(program))
-            )
+            stays = self._stays(program, self._unlike)
+            if stays:  # also next to poles: a narrow one may be between all rows, made up or not
+                low, high = self.training.rows.min(axis=0), self.training.rows.max(axis=0)
+                region = DefinedRegion(program, low, high, np.empty((len(low), 0)), _BOXES)
+                stays = self._stays(program, region.open_points)
+            self._straying[program] = not stays
         return self._straying[program]
 
     def _stays(self, program: Program, rows: Floats) -> bool:
         values, (low, high) = reference.evaluate_program(program, rows), self._range
         return bool(((values >= low) & (values <= high)).all())
-
-    def _near_poles(self, program: Program) -> Floats:
-        """Return rows in the range of each variable next to which a formula may have a pole.
-
-        One that is narrow may be between all rows, those that are made up, too.
-        """
-        low, high = self.training.rows.min(axis=0), self.training.rows.max(axis=0)
-        return DefinedRegion(program, low, high, np.empty((len(low), 0)), _BOXES).open_points
 
     @cached_property
     def _unlike(self) -> Floats:
