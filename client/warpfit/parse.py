@@ -369,17 +369,14 @@ _WHOLE_POWERS: Final = {digit: OPERATORS[name].code for name, digit in WHOLE_POW
 _COMPARISON_CODES: Final = frozenset(OPERATORS[name].code for name in COMPARISONS)
 
 
-def _infix(row: Operator) -> tuple[int, int, int]:
-    """Return (minimum precedence of the right operand, own precedence, code) of an operator.
-
-    Operators of the same precedence go first, too, unless they associate to the right or do not
-    chain.
-    """
-    alone = row.name in RIGHT_ASSOCIATIVE or row.name in COMPARISONS
-    return row.precedence if alone else row.precedence - 1, row.precedence, row.code
-
-
-_INFIX: Final = {symbol: _infix(row) for symbol, row in INFIX.items()}
+#: Operators before which those of the same precedence do not go: they associate to the right, or
+#: do not chain.
+_ALONE: Final = frozenset({*RIGHT_ASSOCIATIVE, *COMPARISONS})
+#: Least precedence of the right operand, own precedence and code of each operator.
+_INFIX: Final = {
+    symbol: (row.precedence - (row.name not in _ALONE), row.precedence, row.code)
+    for symbol, row in INFIX.items()
+}
 #: Symbols before which a minus is an operator, not the sign of the number between.
 _BEFORE_MINUS: Final = frozenset(s for s, row in _INFIX.items() if row[0] >= _NEGATION.precedence)
 

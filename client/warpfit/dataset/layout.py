@@ -175,10 +175,29 @@ class RoundingCheck:
             error = _RELATIVE_ROUNDING * largest + _ABSOLUTE_ROUNDING
             passes = (error <= _WARNED_SHARE * (high - low)) & (largest < np.inf)
         for column in range(len(given)):
+            place = first + column
             if passes[column]:
-                self._widen(first + column, low[column], high[column])
-            else:
-                self._compare(rounded[column], given[column], first + column, start)
+                self._widen(place, low[column], high[column])
+                continue
+            for begin in range(0, given.shape[1], _COMPARED_ROWS):
+                exact = given[column, begin : begin + _COMPARED_ROWS].astype(np.float64)
+                single = rounded[column, begin : begin + _COMPARED_ROWS].astype(np.float64)
+                finite = np.isfinite(exact)
+                overflows = finite & ~np.isfinite(single)
+                if overflows.any():
+                    row, name = int(overflows.argmax()), self._names[place]
+                    raise InvalidArgumentError(
+                        f"{name} is {exact[row]:.6g} in row {start + begin + row} "
+                        "(counted from 0), too large for float32",
+                        "OVERFLOW",
+                        'Upload with dtype="float64", or choose another unit',
+                        name,
+                    )
+                if finite.any():
+                    exact, single = exact[finite], single[finite]
+                    lost = float(np.abs(exact - single).max())
+                    self._error[place] = max(self._error[place], lost)
+                    self._widen(place, exact.min(), exact.max())
 
     @property
     def leaves_float32(self) -> bool:
@@ -210,27 +229,6 @@ class RoundingCheck:
         if len(lossy) > len(listed):
             listed.append(f"{len(lossy) - len(listed)} more columns")
         return f"{self._layout.dtype.name} loses digits of {'; '.join(listed)}" if lossy else ""
-
-    def _compare(self, rounded: NDArray[Any], given: NDArray[Any], column: int, first: int) -> None:
-        for start in range(0, len(rounded), _COMPARED_ROWS):
-            exact = given[start : start + _COMPARED_ROWS].astype(np.float64)
-            single = rounded[start : start + _COMPARED_ROWS].astype(np.float64)
-            finite = np.isfinite(exact)
-            overflows = finite & ~np.isfinite(single)
-            if overflows.any():
-                row, name = int(overflows.argmax()), self._names[column]
-                raise InvalidArgumentError(
-                    f"{name} is {exact[row]:.6g} in row {first + start + row} (counted from 0), "
-                    "too large for float32",
-                    "OVERFLOW",
-                    'Upload with dtype="float64", or choose another unit',
-                    name,
-                )
-            if finite.any():
-                exact, single = exact[finite], single[finite]
-                error = float(np.abs(exact - single).max())
-                self._error[column] = max(self._error[column], error)
-                self._widen(column, exact.min(), exact.max())
 
     def _widen(self, column: int, low: np.floating[Any], high: np.floating[Any]) -> None:
         self._low[column] = min(self._low[column], low)

@@ -153,7 +153,18 @@ def _as_array(data: Any, name: str, start: int, place: str) -> NDArray[Any]:
         while (kinds := set(map(type, level))) and kinds <= {list, tuple}:
             level = list(chain.from_iterable(level))
         if not kinds <= _PLAIN:
-            data = [_element(part, name, start + row, place) for row, part in enumerate(data)]
+            given, data = data, []
+            for row, part in enumerate(given, start):
+                is_array = hasattr(part, "__array__") and not isinstance(part, np.generic)
+                if is_array or isinstance(part, list | tuple):
+                    try:
+                        part = real_numbers(part, f"{place} {row} of {name}", place="position")
+                    except InvalidArgumentError as error:
+                        if error.reason == "MISSING_VALUE":
+                            raise missing_value(name, row, place) from None
+                        error.field = name
+                        raise
+                data.append(part)
     elif hasattr(data, "iloc") and data.ndim == 2:
         columns = (data.iloc[:, column] for column in range(data.shape[1]))
         arrays = [real_numbers(column, name, start, place) for column in columns]
@@ -179,20 +190,6 @@ def _as_array(data: Any, name: str, start: int, place: str) -> NDArray[Any]:
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise no_numbers(name, str(error)) from error
     return array
-
-
-def _element(part: Any, name: str, row: int, place: str) -> Any:
-    """Convert nested lists and arrays recursively; return scalars unchanged."""
-    is_array = hasattr(part, "__array__") and not isinstance(part, np.generic)
-    if not (is_array or isinstance(part, list | tuple)):
-        return part
-    try:
-        return real_numbers(part, f"{place} {row} of {name}", place="position")
-    except InvalidArgumentError as error:
-        if error.reason == "MISSING_VALUE":
-            raise missing_value(name, row, place) from None
-        error.field = name
-        raise
 
 
 def _from_objects(array: NDArray[Any], name: str, start: int, place: str) -> NDArray[np.float64]:

@@ -512,17 +512,17 @@ class Rules:
     def _positive(self, node: Node) -> bool:
         return self.assume_defined or node.nonnegative
 
-    def power(self, base: Node, e: float) -> Node | None:
-        """Return a node to a constant exponent; None if the operator has to remain."""
-        if e == 0.0:
+    def power(self, base: Node, exponent: Node) -> Node:
+        """Return a node to an exponent, of which constant ones are known."""
+        e = _constant(exponent)
+        if _constant(base) == 1.0 or e == 0.0:
             return number(1.0)
-        if e.is_integer() and abs(e) <= _MOST_EXPONENT:
-            return self.product(1.0, [(base, e)])
-        if e.is_integer() or not abs(e) <= _MOST_EXPONENT:
-            return None
-        if e == 0.5 and base.finite:
-            return self.root(base)
-        return self.product(1.0, [(base, e)]) if self._positive(base) else None
+        if e is not None and abs(e) <= _MOST_EXPONENT:
+            if e == 0.5 and base.finite:
+                return self.root(base)
+            if e.is_integer() or self._positive(base):
+                return self.product(1.0, [(base, e)])
+        return call_node("pow", [base, exponent])
 
     def root(self, node: Node) -> Node:
         """Return the square root of a node, that of a square as its absolute value."""
@@ -630,12 +630,6 @@ def _is_exp(node: Node) -> TypeGuard[Call]:
     return isinstance(node, Call) and node.name == "exp"
 
 
-def _pow(rules: Rules, a: Node, b: Node) -> Node:
-    exponent = _constant(b)
-    found = None if exponent is None else rules.power(a, exponent)
-    return number(1.0) if _constant(a) == 1.0 else found or call_node("pow", [a, b])
-
-
 _Rule = Callable[..., Node]
 _RULES: Final[dict[str, _Rule]] = {
     "add": lambda rules, a, b: rules.total(0.0, [(1.0, a), (1.0, b)]),
@@ -648,7 +642,7 @@ _RULES: Final[dict[str, _Rule]] = {
     "cube": lambda rules, a: rules.product(1.0, [(a, 3.0)]),
     "sqrt": Rules.root,
     "sqrtabs": lambda rules, a: rules.root(rules.absolute(a)),
-    "pow": _pow,
+    "pow": Rules.power,
     **{name: partial(Rules.comparison, name=name) for name in _SWAPPED},
     "abs": Rules.absolute,
     "fma": lambda rules, a, b, c: min(

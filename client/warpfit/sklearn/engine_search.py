@@ -284,7 +284,18 @@ class EngineFound:
                 return
             whole = form.program(inner, 0)
         else:
-            whole = _shortest(program.bind(numbers), float(np.std(self.task.training.target)))
+            # a + b f without an a or b that changes nothing.
+            whole, spread = program.bind(numbers), float(np.std(self.task.training.target))
+            codes, values, behind = whole.codes, whole.values, 0
+            if len(codes) > 2 and codes[-1] == _ADD and codes[-2] == CONSTANT:
+                behind = 2
+            end = len(codes) - behind
+            if end > 2 and codes[end - 1] == _MUL and codes[end - 2] == CONSTANT:
+                end -= 2 * (abs(values[end - 2] - 1.0) <= NO_INTERCEPT)
+            if behind and abs(values[-2]) <= NO_INTERCEPT * spread:
+                behind = 0
+            kept = [*range(end), *range(len(codes) - behind, len(codes))]
+            whole = Program(codes[kept], values[kept])
             if result.parts is None:
                 f = unscaled(program)
                 # Parameters of the inner formula are the first ones.
@@ -431,17 +442,3 @@ class EngineFound:
             if not front or known.loss < front[-1].loss:
                 front.append(known)
         return front
-
-
-def _shortest(program: Program, spread: float) -> Program:
-    """Return a + b f without an a or b that changes nothing."""
-    codes, values, behind = program.codes, program.values, 0
-    if len(codes) > 2 and codes[-1] == _ADD and codes[-2] == CONSTANT:
-        behind = 2
-    inner = len(codes) - behind
-    if inner > 2 and codes[inner - 1] == _MUL and codes[inner - 2] == CONSTANT:
-        inner -= 2 * (abs(values[inner - 2] - 1.0) <= NO_INTERCEPT)
-    if behind and abs(values[-2]) <= NO_INTERCEPT * spread:
-        behind = 0
-    kept = [*range(inner), *range(len(codes) - behind, len(codes))]
-    return Program(codes[kept], values[kept])

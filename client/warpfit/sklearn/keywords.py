@@ -376,29 +376,27 @@ def _unknown_keywords(
             remedies[name] = f"Leave it out: {other}"
         else:
             remedies[name] = f"Write {other if isinstance(other, str) else other(value)}"
+    texts = [*remedies.values()]
+    remedy = texts[0]
+    if len(texts) > 1:  # in one, in which operators of several keywords are one list
+        written = {text.removeprefix("Write "): None for text in texts if text[0] == "W"}
+        lists = [text for text in written if text.startswith("operators=[")]
+        merged = ", ".join(text.removeprefix("operators=[").removesuffix("]") for text in lists)
+        first = [f"operators=[{merged}]"] if lists else []
+        first += [text for text in written if text not in lists]
+        left = [name for name, text in remedies.items() if text.startswith("Leave")]
+        sentences = [f"Write {', '.join(first)}"] if first else []
+        sentences += [f"Leave out {', '.join(left)}"] if left else []
+        sentences += [text for text in texts if text[0] not in "WL"]
+        remedy = ". ".join(sentences)
     listed = ", ".join(map(repr, wrong))
     error = InvalidArgumentError(
         f"{what} has no keyword{'s' if len(wrong) > 1 else ''} {listed}",
         "UNKNOWN_KEYWORD",
-        _together(remedies),
+        remedy,
         next(iter(wrong)),
     )
     # An error's remedy is short, because it may travel; a note is printed below it.
     if len(wrong) > 1:
         error.add_note("\n".join(f"{name}: {text}" for name, text in remedies.items()))
     return error
-
-
-def _together(remedies: Mapping[str, str]) -> str:
-    """Return the remedies as one, in which operators of several keywords are one list."""
-    if len(remedies) == 1:
-        return next(iter(remedies.values()))
-    written = {text.removeprefix("Write "): None for text in remedies.values() if text[0] == "W"}
-    lists = [text for text in written if text.startswith("operators=[")]
-    merged = ", ".join(text.removeprefix("operators=[").removesuffix("]") for text in lists)
-    first = [f"operators=[{merged}]"] if lists else []
-    first += [text for text in written if text not in lists]
-    left = [name for name, text in remedies.items() if text.startswith("Leave")]
-    sentences = [f"Write {', '.join(first)}"] if first else []
-    sentences += [f"Leave out {', '.join(left)}"] if left else []
-    return ". ".join(sentences + [text for text in remedies.values() if text[0] not in "WL"])

@@ -406,7 +406,23 @@ class TargetSearch:
             if self.training.groups is not None:
                 self.seen = self._part(stack, self.selection.seen)
             progress.phase("fit of a constant")
-            self.constant, self.selection.scale = self._best_constant(compared)
+            seen = self.selection.seen
+            target, weights = self.training.target[seen], self.training.weights[seen]
+            middle = float(np.average(target, weights=weights))
+            fit = self.client.optimize(
+                compared,
+                Program.parameter(0),
+                [middle],
+                loss=self.loss,
+                timeout=seconds_until(self.deadline),
+                partial=self.deadline < math.inf,
+            )
+            best = middle if as_function(self.loss).is_squares else float(fit.parameters[0][0])
+            if self.training.groups is not None:
+                best = float(freed(np.array([best]))[0])
+            self.constant = Program.constant(best)
+            excess = float(fit.loss[0]) - self.selection.floor(self.sample)
+            self.selection.scale = max(excess, 0.0)
             if self.guesses and not self.generation:
                 # As they are, and with numbers that are fitted to the sample: they are among the
                 # formulas whatever there is no time for.
@@ -747,27 +763,6 @@ class TargetSearch:
         given = as_loss(self.options.loss)
         function = as_function(given)
         return LossFunction(function.row, Closing.RELATIVE) if function.is_score else given
-
-    def _best_constant(self, compared: DatasetHandle) -> tuple[Program, float]:
-        """Return the constant of the least loss, and its loss above the least possible."""
-        seen = self.selection.seen
-        target, weights = self.training.target[seen], self.training.weights[seen]
-        middle = float(np.average(target, weights=weights))
-        start = Program.parameter(0)
-        fit = self.client.optimize(
-            compared,
-            start,
-            [middle],
-            loss=self.loss,
-            timeout=seconds_until(self.deadline),
-            partial=self.deadline < math.inf,
-        )
-        best = middle if as_function(self.loss).is_squares else float(fit.parameters[0][0])
-        if self.training.groups is not None:
-            best = float(freed(np.array([best]))[0])
-        return Program.constant(best), max(
-            float(fit.loss[0]) - self.selection.floor(self.sample), 0.0
-        )
 
     def _part(self, stack: ExitStack, rows: Indices) -> DatasetHandle:
         """Upload some of the rows."""
