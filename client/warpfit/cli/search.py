@@ -110,7 +110,18 @@ def _check_outputs(options: argparse.Namespace) -> None:
             continue
         flag = "the data" if name == "file" else f"--{name}"
         if name != "file":
-            _require_writable(path, name)
+            with writing_file(path):  # it is opened for writing, and left as it was
+                is_new = not path.exists()
+                if not is_new and not path.is_file() and not path.is_dir():
+                    if not os.access(path, os.W_OK):  # opening a device or a pipe might wait
+                        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                else:
+                    path.open("ab").close()
+                    if is_new:
+                        path.unlink()
+                    if name == "checkpoint":  # it is written beside itself, and then renamed
+                        with tempfile.TemporaryFile(dir=path.parent):
+                            pass
         try:
             place = path.resolve()
         except (OSError, RuntimeError, ValueError):
@@ -138,22 +149,6 @@ def _check_outputs(options: argparse.Namespace) -> None:
                 "Name a file such as y.png, y.svg or y.pdf",
                 "plot",
             ) from error
-
-
-def _require_writable(path: Path, field: str) -> None:
-    """Open a file for writing, and leave it as it was."""
-    with writing_file(path):
-        if path.exists() and not path.is_file() and not path.is_dir():
-            if not os.access(path, os.W_OK):  # opening a device or a pipe might wait
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            return
-        is_new = not path.exists()
-        path.open("ab").close()
-        if is_new:
-            path.unlink()
-        if field == "checkpoint":  # it is written beside itself, and then renamed
-            with tempfile.TemporaryFile(dir=path.parent):
-                pass
 
 
 def _parser() -> argparse.ArgumentParser:
