@@ -542,7 +542,24 @@ class Tools:
             scheme, _, token = headers.get("authorization", "").partition(" ")
             connection["token"] = token.strip() if scheme.lower() == "bearer" else ""
         try:
-            caller = await self._known(connection)
+            # The server is asked about a token when it first comes.
+            key = token_digest(connection.get("token") or "")
+            caller = self._callers.get(key)
+            if caller is None:
+                idle = [known for known, each in self._callers.items() if not each.calls]
+                if len(self._callers) >= _MOST_CALLERS:
+                    if not idle:
+                        raise _busy("too many callers are at work", "Call again a little later")
+                    await self._callers.pop(idle[0]).client.close()
+                blocking = connect(self._settings.address, **connection)
+                made = _Caller(blocking, AsyncClient(blocking))
+                try:
+                    await made.client.info(timeout=30.0)
+                    caller = self._callers.setdefault(key, made)
+                finally:
+                    if caller is not made:  # it is not known, or another call has come first
+                        await made.client.close()
+            self._callers.move_to_end(key)
             if caller.calls >= _MOST_CALLS + _MOST_WAITING:
                 raise _busy(
                     f"{caller.calls} calls of this caller are under way or wait",
@@ -561,27 +578,6 @@ class Tools:
     def knows(self, token: bytes) -> bool:
         """Return whether the server has accepted a token, whose digest this is."""
         return token in self._callers
-
-    async def _known(self, connection: dict[str, Any]) -> _Caller:
-        """Return the client of a token, which the server is asked about when it first comes."""
-        key = token_digest(connection.get("token") or "")
-        caller = self._callers.get(key)
-        if caller is None:
-            idle = [known for known, each in self._callers.items() if not each.calls]
-            if len(self._callers) >= _MOST_CALLERS:
-                if not idle:
-                    raise _busy("too many callers are at work", "Call again a little later")
-                await self._callers.pop(idle[0]).client.close()
-            blocking = connect(self._settings.address, **connection)
-            made = _Caller(blocking, AsyncClient(blocking))
-            try:
-                await made.client.info(timeout=30.0)
-                caller = self._callers.setdefault(key, made)
-            finally:
-                if caller is not made:  # it is not known, or another call has come first
-                    await made.client.close()
-        self._callers.move_to_end(key)
-        return caller
 
     async def _table(self, data: Data) -> Table:
         """Return the table of a call; files that have not changed are remembered."""
@@ -801,24 +797,20 @@ class _StrictServer(MCPServer):  # type: ignore[misc]
         except ToolError as error:
             if not isinstance(error.__cause__, ValidationError):
                 raise
-            raise ToolError(_wrong_arguments(name, error.__cause__, known)) from error
+            first = error.__cause__.errors(include_url=False)[0]
+            path = [str(part) for part in first["loc"]]
+            place = ".".join(path) or "the arguments"
+            if first["type"] == "missing":
+                what = f"{place} is missing"
+            else:
+                what = f"{place} is {shortened(repr(first['input']), 60)}: {first['msg'].lower()}"
+            wanted = known.get(path[0], {}).get("description", "") if path else ", ".join(known)
+            text = f"BAD_ARGUMENT: {name}: {what}. Give {wanted or 'another value'}"
+            raise ToolError(text) from error
         if isinstance(result, CallToolResult) and result.structured_content is not None:
             text = json.dumps(result.structured_content, separators=(",", ":"), ensure_ascii=False)
             result.content = [TextContent(type="text", text=text)]
         return result
-
-
-def _wrong_arguments(name: str, error: ValidationError, known: Mapping[str, Any]) -> str:
-    """Say which argument of a tool has a wrong shape, and which one it takes."""
-    first = error.errors(include_url=False)[0]
-    path = [str(part) for part in first["loc"]]
-    place = ".".join(path) or "the arguments"
-    if first["type"] == "missing":
-        what = f"{place} is missing"
-    else:
-        what = f"{place} is {shortened(repr(first['input']), 60)}: {first['msg'].lower()}"
-    wanted = known.get(path[0], {}).get("description", "") if path else ", ".join(known)
-    return f"BAD_ARGUMENT: {name}: {what}. Give {wanted or 'another value'}"
 
 
 class _FairShares:

@@ -369,17 +369,14 @@ _WHOLE_POWERS: Final = {digit: OPERATORS[name].code for name, digit in WHOLE_POW
 _COMPARISON_CODES: Final = frozenset(OPERATORS[name].code for name in COMPARISONS)
 
 
-def _infix(row: Operator) -> tuple[int, int, int]:
-    """Return (minimum precedence of the right operand, own precedence, code) of an operator.
-
-    Operators of the same precedence go first, too, unless they associate to the right or do not
-    chain.
-    """
-    alone = row.name in RIGHT_ASSOCIATIVE or row.name in COMPARISONS
-    return row.precedence if alone else row.precedence - 1, row.precedence, row.code
-
-
-_INFIX: Final = {symbol: _infix(row) for symbol, row in INFIX.items()}
+#: Operators before which those of the same precedence do not go: they associate to the right, or
+#: do not chain.
+_ALONE: Final = frozenset({*RIGHT_ASSOCIATIVE, *COMPARISONS})
+#: Least precedence of the right operand, own precedence and code of each operator.
+_INFIX: Final = {
+    symbol: (row.precedence - (row.name not in _ALONE), row.precedence, row.code)
+    for symbol, row in INFIX.items()
+}
 #: Symbols before which a minus is an operator, not the sign of the number between.
 _BEFORE_MINUS: Final = frozenset(s for s, row in _INFIX.items() if row[0] >= _NEGATION.precedence)
 
@@ -623,7 +620,19 @@ class _Reader:
             (value,) = struct.unpack(">d", bytes.fromhex(token[1:]))
             self._constant(value)
         elif IDENTIFIER.fullmatch(token) and token not in INFIX:
-            self._name(token)
+            indexed = INDEXED.fullmatch(token) if self.parser.indexed else None
+            if token in self.parser.variables:
+                self._leaf(token, VARIABLE, self.parser.variables[token])
+            elif indexed and int(indexed[2]) < 2**31:
+                code = VARIABLE if indexed[1] == "x" else PARAMETER
+                self._leaf(token, code, float(indexed[2]) - 1)
+            elif token in CONSTANTS:
+                self._constant(CONSTANTS[token])
+            else:
+                if token in function_names():
+                    remedy = f"Write its operands in parentheses: {token}(...)"
+                    self._fail(f"{token} is a function without operands", "UNKNOWN_NAME", remedy)
+                self._unknown(token, "name", (*self.parser.names, *CONSTANTS))
         elif _is_number(token):
             self._constant(self._number(token))
         elif token and token not in (*INFIX, ")", ","):
@@ -661,21 +670,6 @@ class _Reader:
         self.codes.append(CONSTANT)
         self.values.append(value)
         return False
-
-    def _name(self, name: str) -> None:
-        indexed = INDEXED.fullmatch(name) if self.parser.indexed else None
-        if name in self.parser.variables:
-            self._leaf(name, VARIABLE, self.parser.variables[name])
-        elif indexed and int(indexed[2]) < 2**31:
-            code = VARIABLE if indexed[1] == "x" else PARAMETER
-            self._leaf(name, code, float(indexed[2]) - 1)
-        elif name in CONSTANTS:
-            self._constant(CONSTANTS[name])
-        else:
-            if name in function_names():
-                remedy = f"Write its operands in parentheses: {name}(...)"
-                self._fail(f"{name} is a function without operands", "UNKNOWN_NAME", remedy)
-            self._unknown(name, "name", (*self.parser.names, *CONSTANTS))
 
     def _open(self, row: Operator | Macro | Placeholder | None, first: int) -> None:
         self.groups.append(_Group(row, first))

@@ -133,12 +133,25 @@ def start(
     ray, end = _connected(), time.monotonic() + timeout
     _check(namespace)
     require_server()
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
     wanted = _gpus_of_nodes(ray, devices)
     used = {node for _, node in _described(namespace)}
     insecure = () if "--tls-cert" in " ".join(flags) else ("--insecure",)
     for node, gpus in wanted.items():
         if node not in used:
-            _place(ray, namespace, node, gpus, cpus, ("--devices", devices, *insecure, *flags))
+            # If the node is lost for ever, Ray restarts the actor elsewhere.
+            ray.remote(_ServerActor).options(
+                name=_PREFIX + node,
+                namespace=namespace,
+                get_if_exists=True,  # started by somebody else at the same time
+                lifetime="detached",
+                num_cpus=cpus,
+                num_gpus=gpus,
+                max_restarts=-1,
+                max_concurrency=2,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
+            ).remote(["--devices", devices, *insecure, *flags])
     for actor in _actors(namespace):
         _wait_for(actor, end)
     return addresses(namespace)
@@ -208,25 +221,6 @@ def _gpus_of_nodes(ray: Any, devices: str) -> dict[str, float]:
             "Give devices='cpu' (`--devices cpu`) for servers on all nodes",
         )
     return found
-
-
-def _place(
-    ray: Any, namespace: str, node: str, gpus: float, cpus: float, flags: Sequence[str]
-) -> None:
-    """Start the actor of a node. Ray restarts it elsewhere if that node is lost for ever."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    ray.remote(_ServerActor).options(
-        name=_PREFIX + node,
-        namespace=namespace,
-        get_if_exists=True,  # started by somebody else at the same time
-        lifetime="detached",
-        num_cpus=cpus,
-        num_gpus=gpus,
-        max_restarts=-1,
-        max_concurrency=2,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
-    ).remote(list(flags))
 
 
 def _actors(namespace: str) -> Iterator[Any]:

@@ -134,21 +134,44 @@ def search_from_message(
     if message.operators:
         given["operators"] = _by_operator(message.operators)
     loss, custom = LOSSES.member(message.loss, "loss"), custom_loss_of(message)
+    if message.HasField("units"):
+        variables = unpack(message.units.variables, F64, "units.variables")
+        if len(variables) % BASE_UNITS == 0:  # otherwise the check says what does not fit
+            variables = variables.reshape(-1, BASE_UNITS)
+        own = message.units.target
+        target = unpack(own, F64, "units.target") if own else None
+        given["units"] = Units(variables, target, message.units.dimensionless_constants)
+    if message.HasField("template"):
+        outer = message.template
+        codes = unpack(outer.codes, U8, "template.codes")
+        values = unpack(outer.values, F64, "template.values")
+        given["template"] = Template(codes, values, tuple(outer.arities), outer.fitted)
+    if message.HasField("guesses"):
+        given["guesses"] = batch_from_message(message.guesses, "guesses")
+    rules = message.rules
     return SearchRequest(
         dataset_id=dataset_id or check_content_id(message.content_id),
         rows=(message.rows.start, message.rows.stop) if message.HasField("rows") else None,
         variables=tuple(message.variables) or None,
-        rules=_rules(message.rules),
-        units=_units(message.units) if message.HasField("units") else None,
+        rules=Rules(
+            max_size=rules.max_size or _USUAL.rules.max_size,
+            max_depth=rules.max_depth,
+            complexities=_by_operator(rules.complexities),
+            counts=_by_operator(rules.counts),
+            nesting={(_name(n.outer), _name(n.inner)): n.most for n in rules.nesting},
+            arguments=_by_operator({name: tuple(of.sizes) for name, of in rules.arguments.items()}),
+        ),
         loss=loss if loss or custom else Loss.MSE,
         custom_loss=custom,
         form=_FORMS.member(message.form, "form"),
-        template=_template(message.template) if message.HasField("template") else None,
-        guesses=(
-            batch_from_message(message.guesses, "guesses") if message.HasField("guesses") else None
-        ),
         pairs=not message.no_pairs,
-        definitions=_definitions(message.definitions),
+        definitions={
+            each.name: Program(
+                unpack(each.codes, U8, "definitions.codes"),
+                unpack(each.values, F64, "definitions.values"),
+            )
+            for each in message.definitions
+        },
         monotonic=dict.fromkeys(message.increasing, 1) | dict.fromkeys(message.decreasing, -1),
         **given,
     )
@@ -157,42 +180,6 @@ def search_from_message(
 def search_from_bytes(data: bytes) -> pb.SearchRequest:
     """Parse a search."""
     return parse_message(pb.SearchRequest, data, most_fields=_MOST_FIELDS)
-
-
-def _rules(message: pb.SearchRules) -> Rules:
-    sizes = {name: tuple(given.sizes) for name, given in message.arguments.items()}
-    return Rules(
-        max_size=message.max_size or _USUAL.rules.max_size,
-        max_depth=message.max_depth,
-        complexities=_by_operator(message.complexities),
-        counts=_by_operator(message.counts),
-        nesting={(_name(n.outer), _name(n.inner)): n.most for n in message.nesting},
-        arguments=_by_operator(sizes),
-    )
-
-
-def _units(message: pb.SearchUnits) -> Units:
-    variables = unpack(message.variables, F64, "units.variables")
-    if len(variables) % BASE_UNITS == 0:  # otherwise the check says what does not fit
-        variables = variables.reshape(-1, BASE_UNITS)
-    target = unpack(message.target, F64, "units.target") if message.target else None
-    return Units(variables, target, message.dimensionless_constants)
-
-
-def _template(message: pb.SearchTemplate) -> Template:
-    codes = unpack(message.codes, U8, "template.codes")
-    values = unpack(message.values, F64, "template.values")
-    return Template(codes, values, tuple(message.arities), message.fitted)
-
-
-def _definitions(messages: Iterable[pb.SearchDefinition]) -> dict[str, Program]:
-    return {
-        each.name: Program(
-            unpack(each.codes, U8, "definitions.codes"),
-            unpack(each.values, F64, "definitions.values"),
-        )
-        for each in messages
-    }
 
 
 def _by_operator(given: Mapping[str, T]) -> dict[str, T]:

@@ -81,7 +81,17 @@ def warn_of_range(batch: Batch, dataset: ClientDataset, suspects: Sequence[int] 
     layout = dataset.layout
     if layout.dtype.itemsize > 4:
         return False
-    looked = list(dict.fromkeys([*_with_far_numbers(batch), *suspects]))[:EXPRESSIONS]
+    far: set[int] = set()
+    for numbers, starts in ((batch.values, "starts"), (batch.parameters, "parameter_starts")):
+        sizes = np.abs(numbers)
+        is_far = (sizes > _FAR) | ((sizes < 1.0 / _FAR) & (sizes > 0.0))
+        if np.count_nonzero(is_far):  # none usually: indices, which are values too, are near
+            is_far &= sizes < np.inf
+            if numbers is batch.values:
+                is_far &= batch.codes == CONSTANT
+            (places,) = is_far.nonzero()
+            far |= set((np.searchsorted(getattr(batch, starts), places, "right") - 1).tolist())
+    looked = list(dict.fromkeys([*sorted(far), *suspects]))[:EXPRESSIONS]
     if not looked:
         return False
     rows = np.zeros((layout.variables, 0))
@@ -102,21 +112,6 @@ def warn_of_range(batch: Batch, dataset: ClientDataset, suspects: Sequence[int] 
                 )
                 return True
     return False
-
-
-def _with_far_numbers(batch: Batch) -> list[int]:
-    """Return the indices of expressions with a constant or a parameter far from 1."""
-    found: set[int] = set()
-    for numbers, starts in ((batch.values, "starts"), (batch.parameters, "parameter_starts")):
-        sizes = np.abs(numbers)
-        is_far = (sizes > _FAR) | ((sizes < 1.0 / _FAR) & (sizes > 0.0))
-        if np.count_nonzero(is_far):  # none usually: indices, which are values too, are near
-            is_far &= sizes < np.inf
-            if numbers is batch.values:
-                is_far &= batch.codes == CONSTANT
-            (places,) = is_far.nonzero()
-            found |= set((np.searchsorted(getattr(batch, starts), places, "right") - 1).tolist())
-    return sorted(found)
 
 
 def _first_lost(

@@ -373,25 +373,22 @@ class ProposeTask:
         if ready and not self._look_at_data(ready):
             ready = []
         with CallingBack(self._options.get("progress") or silent) as report:
-            self._fit_all(answers, ready, report)
+            # Until the time or the server is over.
+            total = len(answers)
+            for start in range(0, len(ready), _TOGETHER):
+                done = total - len(ready) + start
+                report(done, total)
+                try:
+                    self._fit(ready[start : start + _TOGETHER], done, total, report)
+                except _OF_SERVER as error:
+                    if all(answer.program is None for answer in answers):
+                        raise
+                    for answer, _ in ready[start:]:
+                        if answer.program is None:
+                            answer.error = answer.error or error
+                    break
+            report(total, total)
         return Proposals(answers, self._loss.is_score)
-
-    def _fit_all(self, answers: list[Proposal], ready: list[_Candidate], report: Progress) -> None:
-        """Fit the skeletons that are ``ready``, unless the time or the server is over before."""
-        total = len(answers)
-        for start in range(0, len(ready), _TOGETHER):
-            done = total - len(ready) + start
-            report(done, total)
-            try:
-                self._fit(ready[start : start + _TOGETHER], done, total, report)
-            except _OF_SERVER as error:
-                if all(answer.program is None for answer in answers):
-                    raise
-                for answer, _ in ready[start:]:
-                    if answer.program is None:
-                        answer.error = answer.error or error
-                break
-        report(total, total)
 
     def _remaining(self) -> float | None:
         remaining = self._deadline.remaining()
@@ -527,19 +524,13 @@ class ProposeTask:
         lengths: Floats = unknown
         left_out = np.zeros((2, len(candidates)), dtype=np.int64)
         try:
-            fit = self._with_evidence(programs, fit)
+            if self._loss.is_squares and self._data.has_numbers:
+                asked: dict[str, Any] = {"evidence": True, "terms": True}
+                fit = self._fit_again(programs, fit, self._fitted_rows, **asked)
             left_out = self._left_out(programs, fit)
             if self._is_judged:  # by a fit that moves nothing, which treats rows as the first does
-                judged = self._client.optimize(
-                    self._data,
-                    programs,
-                    fit.parameters,
-                    fixed=True,
-                    rows=self._held_out_rows,
-                    standard_errors=False,
-                    timeout=self._remaining(),
-                    **self._fits | {"restarts": 0},
-                )
+                asked = {"fixed": True, "standard_errors": False}
+                judged = self._fit_again(programs, fit, self._held_out_rows, **asked)
             lengths = unknown if fit.evidence is None else self._description_lengths(fit)
         except (DeadlineExceededError, UnavailableError) as error:
             late = error
@@ -593,20 +584,12 @@ class ProposeTask:
         if late is not None:
             raise late
 
-    def _with_evidence(self, programs: list[Program], fit: Fit) -> Fit:
-        """Return a fit that begins where one has ended, with evidence, where there is some."""
-        if not (self._loss.is_squares and self._data.has_numbers):
-            return fit
-        return self._client.optimize(
-            self._data,
-            programs,
-            fit.parameters,
-            evidence=True,
-            terms=True,
-            rows=self._fitted_rows,
-            timeout=self._remaining(),
-            **self._fits | {"restarts": 0},
-        )
+    def _fit_again(
+        self, programs: list[Program], fit: Fit, rows: tuple[int, int], **asked: Any
+    ) -> Fit:
+        """Return a fit that begins where one has ended."""
+        asked |= {"rows": rows, "timeout": self._remaining(), **self._fits, "restarts": 0}
+        return self._client.optimize(self._data, programs, fit.parameters, **asked)
 
     def _left_out(self, programs: list[Program], fit: Fit) -> NDArray[np.int64]:
         """Count the rows that are left out, of those fitted and those held out, [2, programs]."""

@@ -206,6 +206,22 @@ class Fit(Shown):
             closing = request.loss.closing
             r2 = coefficients_of_determination(closing, result.losses, statistics)
 
+        freedom = None
+        if data is not None and not absolute:  # rows with a weight minus free parameters that occur
+            fixed = request.settings.fixed
+            start, stop = request.problem.row_range(data.layout)
+            rows = stop - start
+            if data.has_numbers and (weights := data.dataset.weights) is not None:
+                rows = int(np.count_nonzero(weights[start:stop]))
+            is_free = batch.occurring
+            if fixed is not None:
+                is_free &= ~fixed
+            counts = batch.parameter_counts.astype(np.int64)
+            stops = np.cumsum(counts)
+            ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(is_free)])
+            free: NDArray[np.int64] = ends[stops] - ends[stops - counts]
+            freedom = rows - free
+
         def shaped(array: NDArray[Any]) -> NDArray[Any]:
             return array.T if all_starts else array[:, 0]
 
@@ -231,7 +247,7 @@ class Fit(Shown):
             batch=batch,
             names=() if data is None else data.names,
             dtype=None if data is None else data.layout.dtype,
-            freedom=None if data is None or absolute else _freedom(request, data),
+            freedom=freedom,
         )
 
     @property
@@ -447,23 +463,6 @@ class Band(NamedTuple):
     values: NDArray[np.float64]
     low: NDArray[np.float64]
     high: NDArray[np.float64]
-
-
-def _freedom(request: FitRequest, data: DatasetHandle) -> NDArray[np.int64]:
-    """Return rows with a weight minus free parameters that occur, [expressions]."""
-    batch, fixed = request.problem.batch, request.settings.fixed
-    start, stop = request.problem.row_range(data.layout)
-    rows = stop - start
-    if data.has_numbers and (weights := data.dataset.weights) is not None:
-        rows = int(np.count_nonzero(weights[start:stop]))
-    is_free = batch.occurring
-    if fixed is not None:
-        is_free &= ~fixed
-    counts = batch.parameter_counts.astype(np.int64)
-    stops = np.cumsum(counts)
-    ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(is_free)])
-    free: NDArray[np.int64] = ends[stops] - ends[stops - counts]
-    return rows - free
 
 
 def _by_program(

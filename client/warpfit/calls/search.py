@@ -154,16 +154,24 @@ def build_search(data: DatasetHandle, options: SearchOptions) -> SearchRequest:
         operators = dict.fromkeys([given] if isinstance(given, str) else given, 1.0)
     definitions = _definitions(options, operators)
     columns, group = options.get("variables"), options.get("group")
-    budget = {
-        name: _positive(options.get(keyword), keyword)
-        for name, keyword in (
-            ("max_generations", "generations"),
-            ("max_formulas", "formulas"),
-            ("idle_generations", "idle_generations"),
-            ("islands", "islands"),
-            ("population", "population"),
-        )
-    }
+    budget = {}
+    for name, keyword in (
+        ("max_generations", "generations"),
+        ("max_formulas", "formulas"),
+        ("idle_generations", "idle_generations"),
+        ("islands", "islands"),
+        ("population", "population"),
+    ):
+        value: Any = options.get(keyword)
+        wanted = "a whole number above 0, or None"
+        if value is not None and not whole_number(value, keyword, wanted) > 0:
+            raise bad_setting(keyword, value, wanted)
+        budget[name] = 0 if value is None else whole_number(value, keyword, wanted)
+    ways: Any = options.get("monotonic")
+    ways, signs = {} if ways is None else ways, {"increasing": 1, "decreasing": -1}
+    if not isinstance(ways, Mapping) or any(way not in [*signs] for way in ways.values()):
+        raise bad_setting("monotonic", ways, 'a mapping such as {"x1": "increasing"}')
+    directions = {_column(name, names, "monotonic"): signs[way] for name, way in ways.items()}
     seconds, target = options.get("seconds"), options.get("target_loss")
     if seconds is not None and not number(seconds, "seconds") > 0.0:
         raise bad_setting("seconds", seconds, "a number of seconds above 0, or None for no limit")
@@ -188,7 +196,7 @@ def build_search(data: DatasetHandle, options: SearchOptions) -> SearchRequest:
         form=member(Form, options.get("form", Form.SCALED), "form"),
         template=options.get("template"),
         definitions=definitions,
-        monotonic=_directions(options.get("monotonic"), names),
+        monotonic=directions,
         group=None if group is None else _column(group, names, "group"),
         guesses=_guesses(options.get("guesses"), names),
         pairs=bool(options.get("pairs", True)),
@@ -223,23 +231,6 @@ def _definitions(options: SearchOptions, operators: Iterable[str]) -> dict[str, 
             found[name] = Program(macro.codes, macro.values)
     check_operators(operators, "operators", dict.fromkeys([*OPERATORS, *found], 0))
     return found
-
-
-def _directions(given: Any, names: Sequence[str]) -> dict[int, int]:
-    if given is None:
-        return {}
-    signs = {"increasing": 1, "decreasing": -1}
-    if not isinstance(given, Mapping) or any(way not in [*signs] for way in given.values()):
-        raise bad_setting("monotonic", given, 'a mapping such as {"x1": "increasing"}')
-    return {_column(name, names, "monotonic"): signs[way] for name, way in given.items()}
-
-
-def _positive(value: Any, field: str) -> int:
-    """Return a whole number above 0, or 0 for None."""
-    wanted = "a whole number above 0, or None"
-    if value is not None and not whole_number(value, field, wanted) > 0:
-        raise bad_setting(field, value, wanted)
-    return 0 if value is None else whole_number(value, field, wanted)
 
 
 def _column(given: str | int, names: Sequence[str], field: str) -> int:
@@ -476,7 +467,10 @@ class SearchRun:
         self._request = request
         self._data = data
         self._progress = progress
-        self._before = _nothing()
+        empty = np.empty(0)
+        tokens = np.empty(0, np.uint8), empty, np.empty(0, np.uint32)
+        batch = Batch(*tokens, np.empty(0, np.uint32), empty)
+        self._before = SearchProgress(Front(batch, np.empty(0, np.int64), empty))
         """Sum of the attempts that have ended."""
         self._now: SearchProgress | None = None
         """The last progress of the present attempt."""
@@ -505,7 +499,7 @@ class SearchRun:
                     raise SearchEndedError(reason)
                 left[name] = most - used if most else most
             request = replace(request, **left)
-            request = replace(request, guesses=_joined(request, before.front))
+            request = replace(request, guesses=_with_guesses(request, before.front))
         return search_codec.search_to_message(request)
 
     def read(self, messages: Iterable[pb.SearchResponse]) -> None:
@@ -559,13 +553,6 @@ class SearchRun:
         return replace(now, front=merged(before.front, now.front, is_score=is_score), **sums)
 
 
-def _nothing() -> SearchProgress:
-    empty = np.empty(0)
-    tokens = np.empty(0, np.uint8), empty, np.empty(0, np.uint32)
-    batch = Batch(*tokens, np.empty(0, np.uint32), empty)
-    return SearchProgress(Front(batch, np.empty(0, np.int64), empty))
-
-
 def merged(first: Front, second: Front, *, is_score: bool = False) -> Front:
     """Return the front of two fronts; of equal formulas that of the first one.
 
@@ -577,41 +564,28 @@ def merged(first: Front, second: Front, *, is_score: bool = False) -> Front:
     order = np.lexsort((keys, sizes))
     best = np.minimum.accumulate(np.concatenate([[np.inf], keys[order][:-1]]))
     kept = order[keys[order] < best]
-    own, other = first.batch, second.batch
-    arrays: Any = {
-        name: np.concatenate([getattr(own, name), getattr(other, name)]) for name in _BATCH_ARRAYS
-    }
-    return Front(
-        Batch(**arrays)[kept], sizes[kept], losses[kept], _merged_parts(first, second, kept)
-    )
-
-
-def _merged_parts(first: Front, second: Front, kept: NDArray[np.int64]) -> Batch | None:
-    """Return the parts of some formulas of two fronts."""
+    batch, parts = _joined([first.batch, second.batch])[kept], second.parts
     known = [front for front in (first, second) if front.parts is not None and len(front.sizes)]
-    if not known:
-        return second.parts
-    functions = len(known[0].parts or ()) // len(known[0].sizes)
-    rows = (kept[:, None] * functions + np.arange(functions)).reshape(-1)
+    if known:
+        parts = _joined([front.parts for front in known if front.parts is not None])
+        functions = len(known[0].parts or ()) // len(known[0].sizes)
+        parts = parts[(kept[:, None] * functions + np.arange(functions)).reshape(-1)]
+    return Front(batch, sizes[kept], losses[kept], parts)
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    names = ("codes", "values", "lengths", "parameter_counts", "parameters")
     arrays: Any = {
-        name: np.concatenate([getattr(front.parts, name) for front in known])
-        for name in _BATCH_ARRAYS
+        name: np.concatenate([getattr(each, name) for each in batches]) for name in names
     }
-    return Batch(**arrays)[rows]
+    return Batch(**arrays)
 
 
-_BATCH_ARRAYS: Final = ("codes", "values", "lengths", "parameter_counts", "parameters")
-
-
-def _joined(request: SearchRequest, front: Front) -> Batch | None:
+def _with_guesses(request: SearchRequest, front: Front) -> Batch | None:
     """Return the guesses of a search with the formulas of a front."""
     if (parts := front.parts) is not None:
         known = [batch for batch in (request.guesses, parts) if batch is not None and len(batch)]
-        arrays: Any = {
-            name: np.concatenate([getattr(batch, name) for batch in known])
-            for name in _BATCH_ARRAYS
-        }
-        return Batch(**arrays) if known else None
+        return _joined(known) if known else None
     given, programs, starts = request.guesses, [], []
     for index in range(0 if given is None else len(given)):
         assert given is not None

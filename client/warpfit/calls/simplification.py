@@ -117,7 +117,41 @@ class SimplifyTask:
         programs = [
             program.bind(batch.program_parameters(index)[0]) for index, program in enumerate(batch)
         ]
-        self._search = snap(programs, self._settings())
+        wanted = "a part of the loss, such as 0.01, or 0"
+        tolerance = number(options.get("tolerance", _TOLERANCE), "tolerance", wanted)
+        if not 0.0 <= tolerance < math.inf:
+            raise bad_setting("tolerance", tolerance, wanted)
+        kind = options.get("snap", "constants")
+        if kind not in ("constants", "numbers", False):
+            raise bad_setting("snap", kind, "constants, numbers or False")
+        allows = options.get("allows")
+        if not (allows is None or callable(allows)):
+            raise bad_setting("allows", allows, "a function of a Program that returns a bool")
+        layout = data.layout
+        rounding = _ROUNDING * float(np.finfo(layout.dtype).eps)
+        if self._loss.closing is not Closing.ROOT:
+            # Prediction, target and weight; the residuals are small, and exact at these places. A
+            # smooth loss grows with their squares.
+            rows = np.array([[1.0, 1.0 + 2.0**-16, 1.0 + 2.0**-15], [1.0] * 3, [1.0] * 3])
+            least, near, far = evaluate_program(self._loss.row, rows)
+            with np.errstate(all="ignore"):
+                rounding **= 2 if (far - least) / (near - least) > 3.0 else 1
+        sample = data.dataset.every(max(1, layout.rows // _SAMPLE)).astype(np.float64)
+        if layout.has_weights and (sample[-1] > 0.0).any():
+            sample = sample[:, sample[-1] > 0.0]
+        low, high = ranges(data.dataset)
+        settings = SnapSettings(
+            tolerance=tolerance,
+            rounding=rounding,
+            assume_defined=bool(options.get("assume_defined")),
+            numbers=kind or "",
+            sample=sample[: layout.variables],
+            low=low,
+            high=high,
+            middle=finite_median(sample[layout.variables]) if layout.has_target else 0.0,
+            allows=allows or (lambda _: True),
+        )
+        self._search = snap(programs, settings)
 
     def proceed(self, fit: Fit | None = None) -> Trials | Simplification:
         """Take the last fit, and return the programs and starts of the next one, or the result."""
@@ -136,42 +170,3 @@ class SimplifyTask:
         timeout = None if remaining is None else max(1e-3, remaining)
         own: FitOptions = {"loss": self._loss, "max_iterations": _ITERATIONS, "timeout": timeout}
         return own | common(self._options)  # type: ignore[no-any-return]
-
-    def _power(self) -> int:
-        """Return the power of small residuals that the loss grows with: 2 for smooth ones."""
-        if self._loss.closing is Closing.ROOT:
-            return 1
-        # Prediction, target and weight; the residuals are small, and exact at these places.
-        rows = np.array([[1.0, 1.0 + 2.0**-16, 1.0 + 2.0**-15], [1.0] * 3, [1.0] * 3])
-        least, near, far = evaluate_program(self._loss.row, rows)
-        with np.errstate(all="ignore"):
-            return 2 if (far - least) / (near - least) > 3.0 else 1
-
-    def _settings(self) -> SnapSettings:
-        wanted = "a part of the loss, such as 0.01, or 0"
-        tolerance = number(self._options.get("tolerance", _TOLERANCE), "tolerance", wanted)
-        if not 0.0 <= tolerance < math.inf:
-            raise bad_setting("tolerance", tolerance, wanted)
-        kind = self._options.get("snap", "constants")
-        if kind not in ("constants", "numbers", False):
-            raise bad_setting("snap", kind, "constants, numbers or False")
-        allows = self._options.get("allows")
-        if not (allows is None or callable(allows)):
-            raise bad_setting("allows", allows, "a function of a Program that returns a bool")
-        layout = self._data.layout
-        rounding = _ROUNDING * float(np.finfo(layout.dtype).eps)
-        sample = self._data.dataset.every(max(1, layout.rows // _SAMPLE)).astype(np.float64)
-        if layout.has_weights and (sample[-1] > 0.0).any():
-            sample = sample[:, sample[-1] > 0.0]
-        low, high = ranges(self._data.dataset)
-        return SnapSettings(
-            tolerance=tolerance,
-            rounding=rounding ** self._power(),
-            assume_defined=bool(self._options.get("assume_defined")),
-            numbers=kind or "",
-            sample=sample[: layout.variables],
-            low=low,
-            high=high,
-            middle=finite_median(sample[layout.variables]) if layout.has_target else 0.0,
-            allows=allows or (lambda _: True),
-        )

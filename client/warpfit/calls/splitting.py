@@ -104,7 +104,17 @@ class KnownLimits:
             try:
                 return call(request)
             except ResourceExhaustedError as error:
-                bounds = self._learn(error, request, layout)
+                programs = len(problem_of(request).batch)
+                needed, limit = error.needed, error.available
+                cannot_help = error.reason not in _REASONS or error.retry_after is not None
+                if cannot_help or not needed or not limit or programs == 1:
+                    raise
+                # Programs of the same weight may differ a little in what the server counts.
+                most = 0.95 * min(limit / needed, 1.0) * _weights(request).sum()
+                kind = _kind(request, layout)
+                self._most[kind] = min(most, self._most.get(kind, math.inf))
+                bounds = self._bounds(request, layout)
+                bounds = bounds if len(bounds) > 2 else [0, programs // 2, programs]
         results = []
         for start, part in zip(bounds, split(request, bounds), strict=False):
             try:
@@ -121,22 +131,6 @@ class KnownLimits:
             return [0, len(problem_of(request).batch.lengths)]
         weights = _weights(request)
         return even_bounds(weights, math.ceil(min(weights.sum() / most, len(weights))))
-
-    def _learn(
-        self, error: ResourceExhaustedError, request: Evaluation | FitRequest, layout: Layout
-    ) -> list[int]:
-        """Return the bounds of the parts of a refused request; raise ``error`` if none can help."""
-        programs = len(problem_of(request).batch)
-        needed, limit = error.needed, error.available
-        is_busy = error.retry_after is not None
-        if error.reason not in _REASONS or is_busy or not needed or not limit or programs == 1:
-            raise error
-        # Programs of the same weight may differ a little in what the server counts.
-        most = 0.95 * min(limit / needed, 1.0) * _weights(request).sum()
-        kind = _kind(request, layout)
-        self._most[kind] = min(most, self._most.get(kind, math.inf))
-        bounds = self._bounds(request, layout)
-        return bounds if len(bounds) > 2 else [0, programs // 2, programs]
 
 
 _REASONS: Final = frozenset(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from warpfit.cli.shared import (
     CommandParser,
@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             with warnings.catch_warnings():
-                warnings.showwarning = _show_warning
+                # Of the place in the code users know nothing.
+                warnings.showwarning = lambda said, *_, **__: tell(f"warpfit: warning: {said}")
                 return _run(words)
         finally:
             sys.stdout.flush()  # here, where an output that cannot be written can be dealt with
@@ -94,11 +95,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     finally:
         discard_errors()
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Print a warning as a line, without the place in the code, of which users know nothing."""
-    tell(f"warpfit: warning: {message}")
 
 
 def _with_negative_numbers(words: Sequence[str]) -> list[str]:

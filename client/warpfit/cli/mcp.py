@@ -6,6 +6,7 @@ import argparse
 import ipaddress
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from warpfit.cli.shared import CommandParser
@@ -25,7 +26,10 @@ def main(words: Sequence[str]) -> int:
         raise InvalidArgumentError(
             f"{options.root} is no folder", "BAD_FILE", "Name a folder with files of data", "root"
         )
-    if options.http and not _is_loopback(options.host) and not options.allow_host:
+    is_alone = options.host == "localhost"
+    with suppress(ValueError):  # it is a name
+        is_alone |= ipaddress.ip_address(options.host).is_loopback
+    if options.http and not is_alone and not options.allow_host:
         raise InvalidArgumentError(
             f"{options.host} is no address of this machine alone",
             "BAD_SETTING",
@@ -79,10 +83,3 @@ def _parser() -> argparse.ArgumentParser:
         help="web page that may call, such as http://localhost:3000; may be repeated")  # fmt: skip
     add_flags(parser)
     return parser
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -43,9 +43,26 @@ def main(words: Sequence[str]) -> int:
     table.require_finite(options.target, options.weights)
     target = table.target
     assert target is not None  # the flag is required
+    from warpfit.sklearn import SymbolicRegressor
     from warpfit.sklearn.equations import plot_fit
 
-    model = _model(options)
+    given = {"operators": options.operators} if options.operators else {}
+    model = SymbolicRegressor(
+        address=options.address,
+        **from_flags(options),
+        engine=options.engine,
+        loss=options.loss,
+        template=options.template,
+        model_selection=options.model_selection,
+        max_size=options.max_size,
+        generations=options.generations,
+        max_seconds=options.max_seconds,
+        digits=options.digits,
+        checkpoint=options.checkpoint,
+        verbose=not options.quiet,
+        random_state=options.random_state,
+        **given,
+    )
     model.variable_names, model.group = table.names, table.group
     columns: Any = table.columns
     if table.groups:
@@ -93,7 +110,18 @@ def _check_outputs(options: argparse.Namespace) -> None:
             continue
         flag = "the data" if name == "file" else f"--{name}"
         if name != "file":
-            _require_writable(path, name)
+            with writing_file(path):  # it is opened for writing, and left as it was
+                is_new = not path.exists()
+                if not is_new and not path.is_file() and not path.is_dir():
+                    if not os.access(path, os.W_OK):  # opening a device or a pipe might wait
+                        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                else:
+                    path.open("ab").close()
+                    if is_new:
+                        path.unlink()
+                    if name == "checkpoint":  # it is written beside itself, and then renamed
+                        with tempfile.TemporaryFile(dir=path.parent):
+                            pass
         try:
             place = path.resolve()
         except (OSError, RuntimeError, ValueError):
@@ -121,22 +149,6 @@ def _check_outputs(options: argparse.Namespace) -> None:
                 "Name a file such as y.png, y.svg or y.pdf",
                 "plot",
             ) from error
-
-
-def _require_writable(path: Path, field: str) -> None:
-    """Open a file for writing, and leave it as it was."""
-    with writing_file(path):
-        if path.exists() and not path.is_file() and not path.is_dir():
-            if not os.access(path, os.W_OK):  # opening a device or a pipe might wait
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            return
-        is_new = not path.exists()
-        path.open("ab").close()
-        if is_new:
-            path.unlink()
-        if field == "checkpoint":  # it is written beside itself, and then renamed
-            with tempfile.TemporaryFile(dir=path.parent):
-                pass
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -185,28 +197,6 @@ def _seed(text: str) -> int:
     if text.strip().isdecimal() and int(text) < 2**32:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text.strip()!r} is no whole number from 0 to 4294967295")
-
-
-def _model(options: argparse.Namespace) -> SymbolicRegressor:
-    from warpfit.sklearn import SymbolicRegressor
-
-    given = {"operators": options.operators} if options.operators else {}
-    return SymbolicRegressor(
-        address=options.address,
-        **from_flags(options),
-        engine=options.engine,
-        loss=options.loss,
-        template=options.template,
-        model_selection=options.model_selection,
-        max_size=options.max_size,
-        generations=options.generations,
-        max_seconds=options.max_seconds,
-        digits=options.digits,
-        checkpoint=options.checkpoint,
-        verbose=not options.quiet,
-        random_state=options.random_state,
-        **given,
-    )
 
 
 def _document(model: SymbolicRegressor, options: argparse.Namespace) -> dict[str, Any]:

@@ -8,11 +8,11 @@ import math
 import socket
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final, TypeAlias
 from urllib.error import URLError
 
 from warpfit.errors import InvalidArgumentError, UnavailableError, WarpfitError, require
@@ -163,8 +163,14 @@ def view(change: Change) -> Any:
     """Lay out what happened between two scrapes, as a rich renderable."""
     from rich.columns import Columns
 
-    parts = (_summary, _devices, _latency, _stages, _tenants, _caches, _gpus, _processes)
-    tables = (part(change) for part in parts)
+    tables = [_summary(change)]
+    for (title, label, metric), cells in _TABLES.items():
+        table = _table(title, label, *cells)
+        for value in change.after.labels(metric, label):
+            of = {label: value}
+            table.add_row(value, *(cell(change, of) for cell in cells.values()))
+        tables.append(table)
+    tables.insert(3, _stages(change))  # behind those of devices and calls
     return Columns([table for table in tables if table.row_count], padding=(0, 3))
 
 
@@ -185,33 +191,6 @@ def _summary(change: Change) -> Any:
     return table
 
 
-def _devices(change: Change) -> Any:
-    table = _table("devices", "device", "state", "calls/s", "work left", "restarts")
-    after = change.after
-    for device in after.labels("warpfit_device_ready", "device"):
-        table.add_row(
-            device,
-            "ready" if after.total("warpfit_device_ready", device=device) else "NOT READY",
-            _number(change.rate("warpfit_evaluations_total", device=device)),
-            _seconds(after.total("warpfit_device_work_seconds", device=device)),
-            _number(after.total("warpfit_engine_restarts_total", device=device)),
-        )
-    return table
-
-
-def _latency(change: Change) -> Any:
-    table = _table("calls", "method", "calls/s", "failed/s", "p50", "p90", "p99")
-    for method in change.after.labels("warpfit_requests_total", "method"):
-        rate = change.rate("warpfit_requests_total", method=method)
-        served = change.rate("warpfit_requests_total", method=method, status="OK")
-        quantiles = [
-            _seconds(change.quantile(share, "warpfit_request_seconds", method=method))
-            for share in (0.5, 0.9, 0.99)
-        ]
-        table.add_row(method, _number(rate), _number(rate - served), *quantiles)
-    return table
-
-
 def _stages(change: Change) -> Any:
     table = _table("stages", "stage", "mean", "p99")
     for stage in _STAGES:
@@ -219,48 +198,6 @@ def _stages(change: Change) -> Any:
         if mean is not None:
             high = change.quantile(0.99, "warpfit_stage_seconds", stage=stage)
             table.add_row(stage, _seconds(mean), _seconds(high))
-    return table
-
-
-def _tenants(change: Change) -> Any:
-    table = _table("tenants", "tenant", "calls/s", "programs/s", "token-rows/s")
-    for tenant in change.after.labels("warpfit_requests_total", "tenant"):
-        names = ("requests", "programs", "token_rows")
-        rates = (change.rate(f"warpfit_{name}_total", tenant=tenant) for name in names)
-        table.add_row(tenant, *map(_number, rates))
-    return table
-
-
-def _caches(change: Change) -> Any:
-    table = _table("caches", "cache", "hits/s", "misses/s", "evictions", "size")
-    for cache in change.after.labels("warpfit_cache_hits_total", "cache"):
-        table.add_row(
-            cache,
-            _number(change.rate("warpfit_cache_hits_total", cache=cache)),
-            _number(change.rate("warpfit_cache_misses_total", cache=cache)),
-            _number(change.after.total("warpfit_cache_evictions_total", cache=cache)),
-            _bytes(change.after.total("warpfit_cache_bytes", cache=cache)),
-        )
-    return table
-
-
-def _gpus(change: Change) -> Any:
-    table = _table("GPUs", "gpu", "busy", "memory")
-    after = change.after
-    for gpu in after.labels("warpfit_gpu_memory_used_bytes", "gpu"):
-        busy = after.total("warpfit_gpu_utilization_ratio", gpu=gpu)
-        sizes = ("warpfit_gpu_memory_used_bytes", "warpfit_gpu_memory_total_bytes")
-        table.add_row(gpu, f"{100 * busy:.0f} %", _share(after, *sizes, gpu=gpu))
-    return table
-
-
-def _processes(change: Change) -> Any:
-    table = _table("processes", "process", "memory", "open files")
-    after = change.after
-    for process in after.labels("warpfit_process_resident_bytes", "process"):
-        memory = after.total("warpfit_process_resident_bytes", process=process)
-        files = after.total("warpfit_process_open_files", process=process)
-        table.add_row(process, _bytes(memory), _number(files))
     return table
 
 
@@ -299,3 +236,64 @@ def _scaled(value: float, base: float, units: Sequence[str]) -> str:
         value, power = value / base, power + 1
     text = f"{value:.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"
     return text + units[power]
+
+
+# ------------------------------------------------------------------------------------- the tables
+
+#: What a cell shows of a change, of the samples with some labels.
+Cell: TypeAlias = Callable[[Change, dict[str, str]], str]
+
+
+def _rate(name: str) -> Cell:
+    return lambda change, of: _number(change.rate(name, **of))
+
+
+def _total(name: str, shown: Callable[[float], str] = _number) -> Cell:
+    return lambda change, of: shown(change.after.total(name, **of))
+
+
+def _quantile(share: float) -> Cell:
+    name = "warpfit_request_seconds"
+    return lambda change, of: _seconds(change.quantile(share, name, **of))
+
+
+#: Cells of tables by their title, a label, and the metric whose values of the label are the rows.
+_TABLES: Final[Mapping[tuple[str, str, str], Mapping[str, Cell]]] = {
+    ("devices", "device", "warpfit_device_ready"): {
+        "state": _total("warpfit_device_ready", lambda up: "ready" if up else "NOT READY"),
+        "calls/s": _rate("warpfit_evaluations_total"),
+        "work left": _total("warpfit_device_work_seconds", _seconds),
+        "restarts": _total("warpfit_engine_restarts_total"),
+    },
+    ("calls", "method", "warpfit_requests_total"): {
+        "calls/s": _rate("warpfit_requests_total"),
+        "failed/s": lambda change, of: _number(
+            change.rate("warpfit_requests_total", **of)
+            - change.rate("warpfit_requests_total", **of, status="OK")
+        ),
+        "p50": _quantile(0.5),
+        "p90": _quantile(0.9),
+        "p99": _quantile(0.99),
+    },
+    ("tenants", "tenant", "warpfit_requests_total"): {
+        "calls/s": _rate("warpfit_requests_total"),
+        "programs/s": _rate("warpfit_programs_total"),
+        "token-rows/s": _rate("warpfit_token_rows_total"),
+    },
+    ("caches", "cache", "warpfit_cache_hits_total"): {
+        "hits/s": _rate("warpfit_cache_hits_total"),
+        "misses/s": _rate("warpfit_cache_misses_total"),
+        "evictions": _total("warpfit_cache_evictions_total"),
+        "size": _total("warpfit_cache_bytes", _bytes),
+    },
+    ("GPUs", "gpu", "warpfit_gpu_memory_used_bytes"): {
+        "busy": _total("warpfit_gpu_utilization_ratio", lambda part: f"{100 * part:.0f} %"),
+        "memory": lambda change, of: _share(
+            change.after, "warpfit_gpu_memory_used_bytes", "warpfit_gpu_memory_total_bytes", **of
+        ),
+    },
+    ("processes", "process", "warpfit_process_resident_bytes"): {
+        "memory": _total("warpfit_process_resident_bytes", _bytes),
+        "open files": _total("warpfit_process_open_files"),
+    },
+}

@@ -151,8 +151,16 @@ class RoundingCheck:
         """
         dtype = self._layout.dtype
         if dtype.itemsize > 4:
-            if given.dtype.kind in "iu" and given.dtype.itemsize == 8:
-                self._compare_integers(given, first)
+            # Integers may be rounded, too; where there is no wider float, none of them is found.
+            is_long = given.dtype.kind in "iu" and given.dtype.itemsize == 8
+            for column, numbers in enumerate(given, first) if is_long else ():
+                least, greatest = int(numbers.min()), int(numbers.max())
+                self._widen(column, np.longdouble(least), np.longdouble(greatest))
+                if max(abs(least), abs(greatest)) > _EXACT_IN_FLOAT64:
+                    for begin in range(0, len(numbers), _COMPARED_ROWS):
+                        exact = numbers[begin : begin + _COMPARED_ROWS]
+                        lost = np.abs(exact.astype(np.longdouble) - exact.astype(np.float64)).max()
+                        self._error[column] = max(self._error[column], float(lost))
             return
         if np.can_cast(given.dtype, dtype) and not self._measures:
             return
@@ -167,10 +175,29 @@ class RoundingCheck:
             error = _RELATIVE_ROUNDING * largest + _ABSOLUTE_ROUNDING
             passes = (error <= _WARNED_SHARE * (high - low)) & (largest < np.inf)
         for column in range(len(given)):
+            place = first + column
             if passes[column]:
-                self._widen(first + column, low[column], high[column])
-            else:
-                self._compare(rounded[column], given[column], first + column, start)
+                self._widen(place, low[column], high[column])
+                continue
+            for begin in range(0, given.shape[1], _COMPARED_ROWS):
+                exact = given[column, begin : begin + _COMPARED_ROWS].astype(np.float64)
+                single = rounded[column, begin : begin + _COMPARED_ROWS].astype(np.float64)
+                finite = np.isfinite(exact)
+                overflows = finite & ~np.isfinite(single)
+                if overflows.any():
+                    row, name = int(overflows.argmax()), self._names[place]
+                    raise InvalidArgumentError(
+                        f"{name} is {exact[row]:.6g} in row {start + begin + row} "
+                        "(counted from 0), too large for float32",
+                        "OVERFLOW",
+                        'Upload with dtype="float64", or choose another unit',
+                        name,
+                    )
+                if finite.any():
+                    exact, single = exact[finite], single[finite]
+                    lost = float(np.abs(exact - single).max())
+                    self._error[place] = max(self._error[place], lost)
+                    self._widen(place, exact.min(), exact.max())
 
     @property
     def leaves_float32(self) -> bool:
@@ -202,38 +229,6 @@ class RoundingCheck:
         if len(lossy) > len(listed):
             listed.append(f"{len(lossy) - len(listed)} more columns")
         return f"{self._layout.dtype.name} loses digits of {'; '.join(listed)}" if lossy else ""
-
-    def _compare_integers(self, given: NDArray[Any], first: int) -> None:
-        """Compare integers that float64 may round; where no wider float is there, none is found."""
-        for column, numbers in enumerate(given, first):
-            low, high = int(numbers.min()), int(numbers.max())
-            self._widen(column, np.longdouble(low), np.longdouble(high))
-            if max(abs(low), abs(high)) > _EXACT_IN_FLOAT64:
-                for start in range(0, len(numbers), _COMPARED_ROWS):
-                    exact = numbers[start : start + _COMPARED_ROWS]
-                    error = np.abs(exact.astype(np.longdouble) - exact.astype(np.float64)).max()
-                    self._error[column] = max(self._error[column], float(error))
-
-    def _compare(self, rounded: NDArray[Any], given: NDArray[Any], column: int, first: int) -> None:
-        for start in range(0, len(rounded), _COMPARED_ROWS):
-            exact = given[start : start + _COMPARED_ROWS].astype(np.float64)
-            single = rounded[start : start + _COMPARED_ROWS].astype(np.float64)
-            finite = np.isfinite(exact)
-            overflows = finite & ~np.isfinite(single)
-            if overflows.any():
-                row, name = int(overflows.argmax()), self._names[column]
-                raise InvalidArgumentError(
-                    f"{name} is {exact[row]:.6g} in row {first + start + row} (counted from 0), "
-                    "too large for float32",
-                    "OVERFLOW",
-                    'Upload with dtype="float64", or choose another unit',
-                    name,
-                )
-            if finite.any():
-                exact, single = exact[finite], single[finite]
-                error = float(np.abs(exact - single).max())
-                self._error[column] = max(self._error[column], error)
-                self._widen(column, exact.min(), exact.max())
 
     def _widen(self, column: int, low: np.floating[Any], high: np.floating[Any]) -> None:
         self._low[column] = min(self._low[column], low)

@@ -464,9 +464,16 @@ def _text(row: Operator, operands: list[_Rendered], mark: str) -> _Rendered:
         for position, (operand, _) in enumerate(operands):
             pieces += [", ", operand] if position else [operand]
         return _joined([*pieces, ")"]), _ATOM
+    # The least precedences that stand without parentheses.
+    own = row.precedence
+    needed = [own] if row.arity == 1 else [own, own + 1]
+    if row.name in COMPARISONS:
+        needed = [own + 1, own + 1]
+    elif row.name in RIGHT_ASSOCIATIVE:
+        needed = [own + 1, own]
     inner = [
         _enclosed(operand, wanted, "(", ")")
-        for operand, wanted in zip(operands, _operand_precedences(row), strict=True)
+        for operand, wanted in zip(operands, needed, strict=True)
     ]
     if row.arity == 2:
         return _joined([inner[0], f" {mark}{row.symbol} ", inner[1]]), row.precedence
@@ -475,16 +482,6 @@ def _text(row: Operator, operands: list[_Rendered], mark: str) -> _Rendered:
         inner = [_joined(["(", *inner, ")"])]
     symbol = f"{row.symbol} " if row.symbol.isalpha() else row.symbol
     return _joined([mark + symbol, *inner]), row.precedence
-
-
-def _operand_precedences(row: Operator) -> tuple[int, ...]:
-    """Return the least precedence that each operand needs to stand without parentheses."""
-    own = row.precedence
-    if row.arity == 1:
-        return (own,)
-    if row.name in COMPARISONS:
-        return own + 1, own + 1
-    return (own + 1, own) if row.name in RIGHT_ASSOCIATIVE else (own, own + 1)
 
 
 def _enclosed(operand: _Rendered, wanted: int, opening: str, closing: str) -> _Pieces:
@@ -539,19 +536,41 @@ def to_latex(program: Program, names: Sequence[str] = (), digits: int | None = N
     """
     columns: dict[str, None] = {}
     for name in list_of_texts(names):
-        usual = _latex_name(name)
+        usual = _latex_text(name)
+        parts = re.fullmatch(r"([A-Za-z]+?)(?:_?([0-9]+)|_([A-Za-z]+))?", name)
+        if parts is not None and (len(parts[1]) == 1 or _GREEK.fullmatch(parts[1])):
+            usual = parts[1] if len(parts[1]) == 1 else f"\\{parts[1]}"
+            below = parts[2] or (rf"\text{{{parts[3]}}}" if parts[3] else "")
+            usual += f"_{{{below}}}" if below else ""
         columns[usual if usual not in columns and usual != "e" else _latex_text(name)] = None
     known = list(columns)
 
     def leaf(code: int, value: float) -> _Rendered:
-        if code == CONSTANT:
-            return _latex_constant(rounded(value, digits) if digits else value)
         if code == VARIABLE and value < len(known):
             return deque([known[int(value)]]), _ATOM
-        letter, number = "x" if code == VARIABLE else "p", str(int(value) + 1)
-        while f"{letter}_{{{number}}}" in columns:
-            number = f"0{number}"
-        return deque([f"{letter}_{{{number}}}"]), _ATOM
+        if code != CONSTANT:
+            letter, number = "x" if code == VARIABLE else "p", str(int(value) + 1)
+            while f"{letter}_{{{number}}}" in columns:
+                number = f"0{number}"
+            return deque([f"{letter}_{{{number}}}"]), _ATOM
+        value = rounded(value, digits) if digits else value
+        if not math.isfinite(value):
+            text = r"\mathrm{NaN}" if math.isnan(value) else r"\infty" if value > 0 else r"-\infty"
+            return deque([text]), _NEGATIVE if value < 0 else _ATOM
+        form = short_form(value)
+        if form is None or not form.numerator:
+            mantissa, _, exponent = repr(value).removesuffix(".0").partition("e")
+            text = rf"{mantissa} \times 10^{{{int(exponent)}}}" if exponent else mantissa
+            precedence = _NEGATIVE if text.startswith("-") else _PRODUCT if exponent else _ATOM
+            return deque([text]), precedence
+        size, unit = abs(form.numerator), form.unit.replace("pi", r"\pi")
+        text = unit if unit and size == 1 else f"{size} {unit}".rstrip()
+        precedence = _PRODUCT if text.endswith(unit) and size > 1 else _ATOM
+        if form.denominator > 1:
+            text, precedence = rf"\frac{{{text}}}{{{form.denominator}}}", _QUOTIENT
+        if form.numerator < 0:
+            text, precedence = f"-{text}", _NEGATIVE
+        return deque([text]), precedence
 
     return "".join((readable(program) if digits else program).fold(leaf, _latex)[0])
 
@@ -574,33 +593,6 @@ def _latex(row: Operator, operands: list[_Rendered]) -> _Rendered:
         parts += [literal] if literal else []
         parts += [_enclosed((pieces, own), int(wanted or 0), r"\left(", r"\right)")] if name else []
     return _joined(parts), precedence
-
-
-def _latex_constant(value: float) -> _Rendered:
-    if not math.isfinite(value):
-        text = r"\mathrm{NaN}" if math.isnan(value) else r"\infty" if value > 0 else r"-\infty"
-        return deque([text]), _NEGATIVE if value < 0 else _ATOM
-    form = short_form(value)
-    if form is None or not form.numerator:
-        mantissa, _, exponent = repr(value).removesuffix(".0").partition("e")
-        text = rf"{mantissa} \times 10^{{{int(exponent)}}}" if exponent else mantissa
-        precedence = _NEGATIVE if text.startswith("-") else _PRODUCT if exponent else _ATOM
-        return deque([text]), precedence
-    size, unit = abs(form.numerator), form.unit.replace("pi", r"\pi")
-    text = unit if unit and size == 1 else f"{size} {unit}".rstrip()
-    precedence = _PRODUCT if text.endswith(unit) and size > 1 else _ATOM
-    if form.denominator > 1:
-        text, precedence = rf"\frac{{{text}}}{{{form.denominator}}}", _QUOTIENT
-    return (deque([f"-{text}"]), _NEGATIVE) if form.numerator < 0 else (deque([text]), precedence)
-
-
-def _latex_name(name: str) -> str:
-    parts = re.fullmatch(r"([A-Za-z]+?)(?:_?([0-9]+)|_([A-Za-z]+))?", name)
-    if parts is None or (len(parts[1]) > 1 and not _GREEK.fullmatch(parts[1])):
-        return _latex_text(name)
-    base = parts[1] if len(parts[1]) == 1 else f"\\{parts[1]}"
-    below = parts[2] or (rf"\text{{{parts[3]}}}" if parts[3] else "")
-    return f"{base}_{{{below}}}" if below else base
 
 
 def _latex_text(name: str) -> str:

@@ -153,7 +153,18 @@ def _as_array(data: Any, name: str, start: int, place: str) -> NDArray[Any]:
         while (kinds := set(map(type, level))) and kinds <= {list, tuple}:
             level = list(chain.from_iterable(level))
         if not kinds <= _PLAIN:
-            data = [_element(part, name, start + row, place) for row, part in enumerate(data)]
+            given, data = data, []
+            for row, part in enumerate(given, start):
+                is_array = hasattr(part, "__array__") and not isinstance(part, np.generic)
+                if is_array or isinstance(part, list | tuple):
+                    try:
+                        part = real_numbers(part, f"{place} {row} of {name}", place="position")
+                    except InvalidArgumentError as error:
+                        if error.reason == "MISSING_VALUE":
+                            raise missing_value(name, row, place) from None
+                        error.field = name
+                        raise
+                data.append(part)
     elif hasattr(data, "iloc") and data.ndim == 2:
         columns = (data.iloc[:, column] for column in range(data.shape[1]))
         arrays = [real_numbers(column, name, start, place) for column in columns]
@@ -179,20 +190,6 @@ def _as_array(data: Any, name: str, start: int, place: str) -> NDArray[Any]:
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise no_numbers(name, str(error)) from error
     return array
-
-
-def _element(part: Any, name: str, row: int, place: str) -> Any:
-    """Convert nested lists and arrays recursively; return scalars unchanged."""
-    is_array = hasattr(part, "__array__") and not isinstance(part, np.generic)
-    if not (is_array or isinstance(part, list | tuple)):
-        return part
-    try:
-        return real_numbers(part, f"{place} {row} of {name}", place="position")
-    except InvalidArgumentError as error:
-        if error.reason == "MISSING_VALUE":
-            raise missing_value(name, row, place) from None
-        error.field = name
-        raise
 
 
 def _from_objects(array: NDArray[Any], name: str, start: int, place: str) -> NDArray[np.float64]:
@@ -313,7 +310,28 @@ class ParameterVectors:
                 "Give one vector [n] or K vectors [K, n] for each program, [] where it has none",
                 "parameters",
             )
-        return join_vectors(entries) or _join_any(entries)
+        if (joined := join_vectors(entries)) is not None:
+            return joined
+        arrays = [float_array(entry, index) for index, entry in enumerate(entries)]
+        dimensions = {array.ndim for array in arrays}
+        if dimensions == {1}:
+            return cls(np.array(list(map(len, arrays)), np.uint32), np.concatenate(arrays))
+        vectors = {array.shape[0] for array in arrays if array.ndim == 2}
+        if len(vectors) != 1:
+            raise InvalidArgumentError(
+                f"parameter entries disagree about the number of vectors: {sorted(vectors)}",
+                "VECTOR_MISMATCH",
+                "Give each program one vector [n], or the same number K of vectors [K, n]",
+                "parameters",
+            )
+        k = vectors.pop()
+        blocks = [a if a.ndim == 2 else a.reshape(1, -1).repeat(k, axis=0) for a in arrays]
+        return cls(
+            np.array([block.shape[1] for block in blocks], np.uint32),
+            np.concatenate([block.ravel() for block in blocks]),
+            k,
+            leading_axis=True,
+        )
 
 
 def join_vectors(entries: Sequence[ArrayLike]) -> ParameterVectors | None:
@@ -348,29 +366,6 @@ def join_vectors(entries: Sequence[ArrayLike]) -> ParameterVectors | None:
 def lengths_array(lengths: Iterable[int]) -> NDArray[np.uint32]:
     """Return lengths below 2**32 as an array, in a third of the time that NumPy takes."""
     return np.frombuffer(array("I", lengths), np.uint32)
-
-
-def _join_any(entries: Sequence[ArrayLike]) -> ParameterVectors:
-    arrays = [float_array(entry, index) for index, entry in enumerate(entries)]
-    dimensions = {array.ndim for array in arrays}
-    if dimensions == {1}:
-        return ParameterVectors(np.array(list(map(len, arrays)), np.uint32), np.concatenate(arrays))
-    vectors = {array.shape[0] for array in arrays if array.ndim == 2}
-    if len(vectors) != 1:
-        raise InvalidArgumentError(
-            f"parameter entries disagree about the number of vectors: {sorted(vectors)}",
-            "VECTOR_MISMATCH",
-            "Give each program one vector [n], or the same number K of vectors [K, n]",
-            "parameters",
-        )
-    k = vectors.pop()
-    blocks = [a if a.ndim == 2 else a.reshape(1, -1).repeat(k, axis=0) for a in arrays]
-    return ParameterVectors(
-        np.array([block.shape[1] for block in blocks], np.uint32),
-        np.concatenate([block.ravel() for block in blocks]),
-        k,
-        leading_axis=True,
-    )
 
 
 def float_array(entry: ArrayLike, index: int | None = None) -> NDArray[np.float64]:

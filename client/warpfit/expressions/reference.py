@@ -87,26 +87,25 @@ def differentiate(
         number = columns[index] if code == VARIABLE else np.full(rows, vector[index])
         return _Dual(number, {index: np.ones(rows)} if code == by else {})
 
+    def apply(operator: Operator, operands: list[_Dual]) -> _Dual:
+        values = [operand.value for operand in operands]
+        result = np.asarray(operator.numpy(*values), dtype=np.float64)
+        names = dict(zip(operator.operands, values, strict=True)) | {"r": result}
+        slopes: dict[int, Floats] = {}
+        for operand, code in zip(operands, _partials(operator.derivative), strict=True):
+            if operand.slopes:
+                partial = eval(code, {"__builtins__": {}, **FUNCTIONS}, names)
+                for index, slope in operand.slopes.items():
+                    passes = (partial != 0) & (slope != 0)
+                    slopes[index] = slopes.get(index, 0.0) + np.where(passes, partial * slope, 0.0)
+        return _Dual(result, slopes)
+
     with np.errstate(all="ignore"):
-        result = program.fold(leaf, _apply)
+        result = program.fold(leaf, apply)
     slopes = np.zeros((len(vector) if by == PARAMETER else len(columns), *rows))
     for index, slope in result.slopes.items():
         slopes[index] = slope
     return result.value, slopes
-
-
-def _apply(operator: Operator, operands: list[_Dual]) -> _Dual:
-    values = [operand.value for operand in operands]
-    result = np.asarray(operator.numpy(*values), dtype=np.float64)
-    names = dict(zip(operator.operands, values, strict=True)) | {"r": result}
-    slopes: dict[int, Floats] = {}
-    for operand, code in zip(operands, _partials(operator.derivative), strict=True):
-        if operand.slopes:
-            partial = eval(code, {"__builtins__": {}, **FUNCTIONS}, names)
-            for index, slope in operand.slopes.items():
-                passes = (partial != 0) & (slope != 0)
-                slopes[index] = slopes.get(index, 0.0) + np.where(passes, partial * slope, 0.0)
-    return _Dual(result, slopes)
 
 
 @cache
@@ -225,41 +224,33 @@ def evaluate(evaluation: Evaluation, dataset: Dataset) -> Result:
         arrays["reductions"] = np.stack([*numbers, not_finite], axis=1).reshape(*shape, 5)
     if evaluation.correlation:
         arrays["correlations"] = _scaled(weighted_values, weighted)[2].reshape(shape)
-    if evaluation.loss_function is not None:
-        arrays |= _losses(evaluation, weighted, cells, weighted_values)
-    return Result(**arrays)
-
-
-def _losses(
-    evaluation: Evaluation, rows: EvaluatedRows, cells: list[tuple[Program, Floats]], values: Floats
-) -> dict[str, Any]:
     loss = evaluation.loss_function
-    assert loss is not None
-    shape = len(evaluation.batch), evaluation.batch.vectors
-    weights = None if rows.dataset.weights is None else rows.weights
-    statistics = TargetStatistics(rows.target, weights)
+    if loss is None:
+        return Result(**arrays)
+    weights = None if weighted.dataset.weights is None else weighted.weights
+    statistics = TargetStatistics(weighted.target, weights)
     if evaluation.linear_scaling:
-        slopes, intercepts, _, summed = _scaled(values, rows)
+        slopes, intercepts, _, summed = _scaled(weighted_values, weighted)
     else:
-        factor = np.ones(1) if loss.mentions_weight else rows.weights
+        factor = np.ones(1) if loss.mentions_weight else weighted.weights
         with np.errstate(all="ignore"):
-            inputs = (np.stack([f, rows.target, rows.weights]) for f in values)
+            inputs = (np.stack([f, weighted.target, weighted.weights]) for f in weighted_values)
             terms = np.stack([evaluate_program(loss.row, each) for each in inputs])
             summed = np.asarray(np.sum(factor * terms, axis=1))
     losses = close_losses(loss.closing, summed, statistics)
-    found: dict[str, Any] = {"losses": losses.reshape(shape)}
+    arrays["losses"] = losses.reshape(shape)
     if evaluation.linear_scaling:
-        found["scaling"] = np.stack([slopes, intercepts], axis=1).reshape(*shape, 2)
+        arrays["scaling"] = np.stack([slopes, intercepts], axis=1).reshape(*shape, 2)
     if evaluation.gradient or evaluation.variable_gradient:
-        sums = [linearise(program, vector, rows, loss.row) for program, vector in cells]
+        sums = [linearise(program, vector, weighted, loss.row) for program, vector in cells]
     if evaluation.gradient:
         pieces = [s.gradient for s in sums]
-        found["gradients"] = np.concatenate(_closed(loss, pieces, losses, statistics))
+        arrays["gradients"] = np.concatenate(_closed(loss, pieces, losses, statistics))
     if evaluation.variable_gradient:
         pieces = [s.variable_gradient for s in sums]
         closed = np.stack(_closed(loss, pieces, losses, statistics))
-        found["variable_gradients"] = closed.reshape(*shape, -1)
-    return found
+        arrays["variable_gradients"] = closed.reshape(*shape, -1)
+    return Result(**arrays)
 
 
 def _closed(

@@ -177,6 +177,11 @@ def _made(low: Floats, high: Floats, defined: Mask | None = None) -> Intervals:
     return Intervals(np.where(known, low, -np.inf), np.where(known, high, np.inf), known)
 
 
+def _limited(found: Intervals, defined: Mask) -> Intervals:
+    """Return intervals that are defined at most where others are."""
+    return _made(found.low, found.high, found.defined & defined)
+
+
 def _widened(found: Intervals, least: float = -math.inf, most: float = math.inf) -> Intervals:
     """Allow for rounding errors, within the range of a function."""
     low = np.maximum(found.low - _ROUNDING * np.abs(found.low), least)
@@ -239,8 +244,7 @@ def _abs(a: Intervals) -> Intervals:
 
 
 def _div(a: Intervals, b: Intervals) -> Intervals:
-    found = _corners(np.divide, a, b)
-    return _made(found.low, found.high, found.defined & ~_holds_zero(b))
+    return _limited(_corners(np.divide, a, b), ~_holds_zero(b))
 
 
 def _pow(a: Intervals, b: Intervals) -> Intervals:
@@ -253,8 +257,7 @@ def _pow(a: Intervals, b: Intervals) -> Intervals:
     of_size = _corners(np.power, size, b)
     found = _where(even, of_size, found)
     has_pole = _holds_zero(a) & (b.low < 0.0)
-    defined = found.defined & (positive | (whole & ~has_pole))
-    return _widened(_made(found.low, found.high, defined))
+    return _widened(_limited(found, positive | (whole & ~has_pole)))
 
 
 def _holds_zero(a: Intervals) -> Mask:
@@ -282,8 +285,7 @@ def _tan(a: Intervals) -> Intervals:
     first = np.ceil((a.low - slack - math.pi / 2.0) / math.pi)
     has_pole = first * math.pi + math.pi / 2.0 <= a.high + slack
     far = (np.abs(a.low) > _MOST_ANGLE) | (np.abs(a.high) > _MOST_ANGLE)
-    found = _monotone("tan", a)
-    return _made(found.low, found.high, found.defined & ~has_pole & ~far)
+    return _limited(_monotone("tan", a), ~has_pole & ~far)
 
 
 def _atan2(a: Intervals, b: Intervals) -> Intervals:
@@ -304,8 +306,7 @@ def _mod(a: Intervals, b: Intervals) -> Intervals:
     """Return a hull of the remainder, which has the sign of b and is no larger."""
     found = _made(np.minimum(b.low, 0.0), np.maximum(b.high, 0.0), a.defined & b.defined)
     is_whole = (a.low >= 0.0) & (a.high < b.low)  # then nothing is taken off
-    found = _where(is_whole & found.defined, a, found)
-    return _made(found.low, found.high, found.defined & ~_holds_zero(b))
+    return _limited(_where(is_whole & found.defined, a, found), ~_holds_zero(b))
 
 
 def _less(a: Intervals, b: Intervals) -> Intervals:
@@ -337,8 +338,7 @@ def _and(a: Intervals, b: Intervals) -> Intervals:
 
 def _choice(a: Intervals, b: Intervals, c: Intervals) -> Intervals:
     yes, no = _sides(a)
-    found = _where(yes, b, _where(no, c, _hull(b, c)))
-    return _made(found.low, found.high, found.defined & a.defined)
+    return _limited(_where(yes, b, _where(no, c, _hull(b, c))), a.defined)
 
 
 def _extreme(function: Callable[..., Any], a: Intervals, b: Intervals) -> Intervals:
@@ -362,20 +362,7 @@ def _protected(
     below = _made(np.minimum(b.low, -_PROTECTED), np.minimum(b.high, -_PROTECTED), b.defined)
     number = _number(b, otherwise)
     mixed = _hull(inside(above), inside(below), number)
-    found = _where(far, inside(b), _where(near, number, mixed))
-    return _made(found.low, found.high, found.defined & b.defined)
-
-
-def _pdiv(a: Intervals, b: Intervals) -> Intervals:
-    found = _protected(partial(_div, a), 1.0, b)
-    return _made(found.low, found.high, found.defined & a.defined)
-
-
-def _zdiv(a: Intervals, b: Intervals) -> Intervals:
-    """Return a / b, and 1 where b is 0; next to 0 the quotient grows without bound."""
-    _, zero = _sides(b)
-    found = _where(zero, _number(a, 1.0), _div(a, b))
-    return _made(found.low, found.high, found.defined & a.defined & b.defined)
+    return _limited(_where(far, inside(b), _where(near, number, mixed)), b.defined)
 
 
 def _log(name: str, a: Intervals) -> Intervals:
@@ -438,10 +425,13 @@ _RULES: Final[Mapping[str, Callable[..., Intervals]]] = {
     "sqrtabs": lambda a: _RULES["sqrt"](_abs(a)),
     "powabs": lambda a, b: _pow(_abs(a), b),
     "logistic": partial(_monotone, "logistic", values=(0.0, 1.0)),
-    "pdiv": _pdiv,
+    "pdiv": lambda a, b: _limited(_protected(partial(_div, a), 1.0, b), a.defined),
     "plog": partial(_protected, lambda b: _log("log", _abs(b)), 0.0),
     "pinv": partial(_protected, lambda b: _div(_number(b, 1.0), b), 0.0),
-    "zdiv": _zdiv,
+    # It is 1 where b is 0; next to 0 the quotient grows without bound.
+    "zdiv": lambda a, b: _limited(
+        _where(_sides(b)[1], _number(a, 1.0), _div(a, b)), a.defined & b.defined
+    ),
     "gamma": partial(_gamma, tgamma),
     "lgamma": partial(_gamma, lgamma),
 }

@@ -156,10 +156,21 @@ def sum_node(constant: float, terms: Iterable[tuple[float, Node]]) -> Node:
         return number(constant)
     if constant == 0.0 and len(ordered) == 1 and ordered[0][0] == 1.0:
         return ordered[0][1]
+    # Positive terms come first, so that the others are subtracted.
+    items = [*ordered, *([(constant, number(1.0))] if constant != 0.0 else [])]
+    # A negative number takes no token more than a positive one, -1 takes one more.
+    first = min(range(len(items)), key=lambda place: (items[place][0] < 0, items[place][0] == -1.0))
+    c, node = items.pop(first)
+    sign = -1.0 if c == -1.0 else 1.0
+    tokens = scaled_tokens(sign * c, node)
+    for c, node in items:
+        operator = "add" if sign * c >= 0.0 else "sub"
+        tokens += scaled_tokens(abs(c), node) + OPERATOR[operator]
+    tokens += OPERATOR["neg"] if sign < 0.0 else b""
     nonnegative = constant >= 0.0 and all(c >= 0.0 and t.nonnegative for c, t in ordered)
     alone = constant == 0.0 and len(ordered) == 1 and ordered[0][0] != 0.0
     return Sum(
-        _sum_tokens(constant, ordered),
+        tokens,
         all(term.finite for _, term in ordered),
         (nonnegative and constant > 0.0) or (alone and ordered[0][1].nonzero),
         nonnegative,
@@ -213,20 +224,6 @@ def call_node(name: str, operands: Sequence[Node]) -> Call:
 
 
 # --------------------------------------------------------------------------------------- tokens
-
-
-def _sum_tokens(constant: float, terms: Terms) -> bytes:
-    """Return positive terms first, so that the others are subtracted."""
-    items = [*terms, *([(constant, number(1.0))] if constant != 0.0 else [])]
-    # A negative number takes no token more than a positive one, -1 takes one more.
-    first = min(range(len(items)), key=lambda place: (items[place][0] < 0, items[place][0] == -1.0))
-    c, node = items.pop(first)
-    sign = -1.0 if c == -1.0 else 1.0
-    tokens = scaled_tokens(sign * c, node)
-    for c, node in items:
-        operator = "add" if sign * c >= 0.0 else "sub"
-        tokens += scaled_tokens(abs(c), node) + OPERATOR[operator]
-    return tokens if sign > 0.0 else tokens + OPERATOR["neg"]
 
 
 def scaled_tokens(coefficient: float, node: Node) -> bytes:
@@ -445,7 +442,15 @@ class Rules:
                 signs.setdefault(math.copysign(1.0, c) if c else 0.0, []).append(c)
             terms += [(_sum(group), term) for group in signs.values()]
         whole = sum_node(constant, terms)
-        return min(whole, _factored(constant, tuple(terms)) or whole, key=len)
+        # Also c * (a + b) for c*a + c*b, unless the coefficients differ.
+        scale = abs(terms[0][0]) if terms else 1.0
+        if scale in (0.0, 1.0) or len(terms) + (constant != 0.0) < 2:
+            return whole
+        rest = constant / scale
+        if any(abs(c) != scale for c, _ in terms) or len(repr(rest)) > len(repr(constant)) + 1:
+            return whole
+        inner = sum_node(rest, [(c / scale, term) for c, term in terms])
+        return min(whole, sum_node(0.0, [(scale, inner)]), key=len)
 
     def negative(self, node: Node) -> Node:
         """Return minus a node."""
@@ -464,8 +469,14 @@ class Rules:
                 with np.errstate(all="ignore"):
                     factor = _in_range(float(np.power(np.float64(scale), e)), scale)
                 coefficient = _multiplied(coefficient, factor)
-            else:
-                inner = self._under_root(base, scale, inner)
+            else:  # the powers whose exponents a fractional one may multiply, or the base
+                powers, inner = inner, ((base, 1.0),)
+                if scale == 1.0 and len(powers) == 1:
+                    of, power = powers[0]
+                    if power % 2.0 == 0.0:
+                        inner = ((self.absolute(of), power),)
+                    elif self._positive(of):
+                        inner = powers
             if inner == ((base, 1.0),):
                 exponents.setdefault(base, []).append(e)
             elif any(not f.is_integer() and not self._positive(b) for b, f in inner):
@@ -487,45 +498,31 @@ class Rules:
             whole = self.apply(OPERATORS["exp"], [self.total(0.0, exponentials)])
             rest = [(base, e) for base, e in collected if not _is_exp(base)]
             return self.product(coefficient, [*rest, (whole, 1.0)])
-        signs = [self._with_sign(base, e) for base, e in collected]
-        coefficient *= math.prod(sign for sign, _, _ in signs)
-        node = product_node((base, e) for _, base, e in signs)
+        for place, (base, e) in enumerate(collected):
+            # Of an even power with either sign the first in the canonical order is the base.
+            if isinstance(base, Sum) and e.is_integer():
+                opposite = self.negative(base)
+                if e % 2 == 0 and opposite.key < base.key:
+                    collected[place] = opposite, e
+                elif e % 2 and len(opposite) < len(base):
+                    collected[place], coefficient = (opposite, e), -coefficient
+        node = product_node(collected)
         return node if coefficient == 1.0 else self.total(0.0, [(coefficient, node)])
-
-    def _under_root(self, base: Node, scale: float, factors: Factors) -> Factors:
-        """Return the powers whose exponents a fractional exponent may multiply, or the base."""
-        if scale == 1.0 and len(factors) == 1:
-            inner, e = factors[0]
-            if e % 2.0 == 0.0:
-                return ((self.absolute(inner), e),)
-            if self._positive(inner):
-                return factors
-        return ((base, 1.0),)
 
     def _positive(self, node: Node) -> bool:
         return self.assume_defined or node.nonnegative
 
-    def _with_sign(self, base: Node, e: float) -> tuple[float, Node, float]:
-        """Return the base of an even power with either sign as the first in the canonical order."""
-        if isinstance(base, Sum) and e.is_integer():
-            opposite = self.negative(base)
-            if e % 2 == 0 and opposite.key < base.key:
-                return 1.0, opposite, e
-            if e % 2 and len(opposite) < len(base):
-                return -1.0, opposite, e
-        return 1.0, base, e
-
-    def power(self, base: Node, e: float) -> Node | None:
-        """Return a node to a constant exponent; None if the operator has to remain."""
-        if e == 0.0:
+    def power(self, base: Node, exponent: Node) -> Node:
+        """Return a node to an exponent, of which constant ones are known."""
+        e = _constant(exponent)
+        if _constant(base) == 1.0 or e == 0.0:
             return number(1.0)
-        if e.is_integer() and abs(e) <= _MOST_EXPONENT:
-            return self.product(1.0, [(base, e)])
-        if e.is_integer() or not abs(e) <= _MOST_EXPONENT:
-            return None
-        if e == 0.5 and base.finite:
-            return self.root(base)
-        return self.product(1.0, [(base, e)]) if self._positive(base) else None
+        if e is not None and abs(e) <= _MOST_EXPONENT:
+            if e == 0.5 and base.finite:
+                return self.root(base)
+            if e.is_integer() or self._positive(base):
+                return self.product(1.0, [(base, e)])
+        return call_node("pow", [base, exponent])
 
     def root(self, node: Node) -> Node:
         """Return the square root of a node, that of a square as its absolute value."""
@@ -611,7 +608,7 @@ class Rules:
         found = self.product(1.0, [*powers, (self.apply(OPERATORS["exp"], [rest]), 1.0)])
         return min(found, call_node("exp", [exponent]), key=len)
 
-    def comparison(self, name: str, a: Node, b: Node) -> Node:
+    def comparison(self, a: Node, b: Node, name: str) -> Node:
         """Return a comparison; of a multiple with a number as one of the term with the quotient.
 
         Only a quotient that gives the number again is taken, so that rows on the boundary stay on
@@ -629,18 +626,8 @@ class Rules:
         return call_node(name, [a, b])
 
 
-def _compared(name: str, rules: Rules, a: Node, b: Node) -> Node:
-    return rules.comparison(name, a, b)
-
-
 def _is_exp(node: Node) -> TypeGuard[Call]:
     return isinstance(node, Call) and node.name == "exp"
-
-
-def _pow(rules: Rules, a: Node, b: Node) -> Node:
-    exponent = _constant(b)
-    found = None if exponent is None else rules.power(a, exponent)
-    return number(1.0) if _constant(a) == 1.0 else found or call_node("pow", [a, b])
 
 
 _Rule = Callable[..., Node]
@@ -655,8 +642,8 @@ _RULES: Final[dict[str, _Rule]] = {
     "cube": lambda rules, a: rules.product(1.0, [(a, 3.0)]),
     "sqrt": Rules.root,
     "sqrtabs": lambda rules, a: rules.root(rules.absolute(a)),
-    "pow": _pow,
-    **{name: partial(_compared, name) for name in _SWAPPED},
+    "pow": Rules.power,
+    **{name: partial(Rules.comparison, name=name) for name in _SWAPPED},
     "abs": Rules.absolute,
     "fma": lambda rules, a, b, c: min(
         rules.total(0.0, [(1.0, rules.product(1.0, [(a, 1.0), (b, 1.0)])), (1.0, c)]),
@@ -688,17 +675,6 @@ def _as_product(node: Node) -> tuple[float, Factors]:
     if isinstance(node, Sum) and _is_scaled(node):
         scale, node = node.terms[0]
     return scale, node.factors if isinstance(node, Product) else ((node, 1.0),)
-
-
-def _factored(constant: float, terms: Terms) -> Node | None:
-    """Return c * (a + b) for c*a + c*b; None if the coefficients differ."""
-    scale = abs(terms[0][0]) if terms else 1.0
-    if scale in (0.0, 1.0) or len(terms) + (constant != 0.0) < 2:
-        return None
-    rest = constant / scale
-    if any(abs(c) != scale for c, _ in terms) or len(repr(rest)) > len(repr(constant)) + 1:
-        return None
-    return sum_node(0.0, [(scale, sum_node(rest, [(c / scale, term) for c, term in terms]))])
 
 
 def _sum(coefficients: Sequence[float]) -> float:

@@ -298,7 +298,18 @@ def _with_less(program: Program, rules: Rules, settings: SnapSettings) -> Iterat
     if len(program) > _MOST_TOKENS:
         return
     codes, values = program.codes.tobytes(), program.values.tobytes()
-    starts, parents = _spans(codes)
+    # Where the subexpression of each token starts, and the operator that takes it.
+    starts: list[int] = []
+    parents: list[str | None] = [None] * len(codes)
+    stack: list[int] = []
+    for place, code in enumerate(codes):
+        arity = int(ARITIES[code])
+        operands = stack[len(stack) - arity :]
+        del stack[len(stack) - arity :]
+        for operand in operands:
+            parents[operand] = BY_CODE[code].name
+        starts.append(starts[operands[0]] if operands else place)
+        stack.append(place)
     for end, start in enumerate(starts):
         replacements = [0.0] * (parents[end] in _TERMS) + [1.0] * (parents[end] in _FACTORS)
         if end > start:
@@ -318,22 +329,6 @@ def _with_less(program: Program, rules: Rules, settings: SnapSettings) -> Iterat
                 values[: 8 * start] + new_values + values[8 * end + 8 :],
             )
             yield rules.applied_once(changed)
-
-
-def _spans(codes: Sequence[int]) -> tuple[list[int], list[str | None]]:
-    """Return for each token where its subexpression starts, and the operator that takes it."""
-    starts: list[int] = []
-    parents: list[str | None] = [None] * len(codes)
-    stack: list[int] = []
-    for place, code in enumerate(codes):
-        arity = int(ARITIES[code])
-        operands = stack[len(stack) - arity :]
-        del stack[len(stack) - arity :]
-        for operand in operands:
-            parents[operand] = BY_CODE[code].name
-        starts.append(starts[operands[0]] if operands else place)
-        stack.append(place)
-    return starts, parents
 
 
 def _cost(program: Program) -> float:

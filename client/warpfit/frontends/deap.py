@@ -209,7 +209,24 @@ class _Converter:
             raise _adf("an individual of several trees")
         if arity == 0 and not isinstance(entry.value, str):
             return CONSTANT, _number(entry.value, entry.name), 0
-        return self._primitive(entry) if arity else self._named(entry)
+        if arity:
+            return self._primitive(entry)
+        # A symbolic terminal: an argument of the function, or a constant with a name.
+        name = entry.value
+        argument = _ARGUMENT.fullmatch(entry.name)
+        for indices in (self.variables, self.arguments):
+            if name in indices:
+                return VARIABLE, float(indices[name]), 0
+        if self.context is not None and name in self.context:
+            return CONSTANT, _number(self.context[name], name), 0
+        if argument:
+            return VARIABLE, float(argument[1]), 0
+        raise InvalidArgumentError(
+            f"DEAP terminal {name!r} is unknown",
+            "UNKNOWN_TERMINAL",
+            "Pass pset, or names with the data set's variables",
+            "expressions",
+        )
 
     def _primitive(self, entry: Any) -> Node:
         name: str = entry.name
@@ -233,24 +250,6 @@ class _Converter:
                 name = "zdiv"
         names = {entry.name: self.functions.get(name, name)}
         return operator_node(entry.name, entry.arity, names, "DEAP", function)
-
-    def _named(self, entry: Any) -> Node:
-        """Convert a symbolic terminal: an argument of the function, or a constant with a name."""
-        name = entry.value
-        argument = _ARGUMENT.fullmatch(entry.name)
-        for indices in (self.variables, self.arguments):
-            if name in indices:
-                return VARIABLE, float(indices[name]), 0
-        if self.context is not None and name in self.context:
-            return CONSTANT, _number(self.context[name], name), 0
-        if argument:
-            return VARIABLE, float(argument[1]), 0
-        raise InvalidArgumentError(
-            f"DEAP terminal {name!r} is unknown",
-            "UNKNOWN_TERMINAL",
-            "Pass pset, or names with the data set's variables",
-            "expressions",
-        )
 
 
 def _indices(names: Sequence[str]) -> dict[str, int]:

@@ -84,7 +84,20 @@ def from_operon(tree: Any, variables: Any) -> tuple[Program, NDArray[np.float64]
         # The first operand stands last.
         operands = [stack.pop() for _ in range(node.Arity)]
         if not node.IsVariable:
-            piece = _applied(node, operands)
+            kind = node.Type.name
+            name = TYPES.get(kind)
+            if len(operands) == 1:
+                name = _OF_ONE.get(kind, name)
+            wanted = 0 if name is None else OPERATORS[name].arity
+            if name is None or not (len(operands) == wanted or name in _CHAINS):
+                raise InvalidArgumentError(
+                    f"Operon's {kind} of {len(operands)} operands is no operator of warpfit",
+                    "UNKNOWN_FUNCTION",
+                    f"Use {', '.join(TYPES)}",
+                    "expressions",
+                )
+            # One operand of a sum or product is itself.
+            piece = _joined(operands, name)
         elif node.HashValue in indices:
             piece = [VARIABLE], [float(indices[node.HashValue])]
         else:
@@ -108,23 +121,6 @@ def _listed(variables: Any) -> Sequence[Any]:
             "variables",
         )
     return list(listed)
-
-
-def _applied(node: Any, operands: list[_Piece]) -> _Piece:
-    kind = node.Type.name
-    name = TYPES.get(kind)
-    if len(operands) == 1:
-        name = _OF_ONE.get(kind, name)
-    wanted = 0 if name is None else OPERATORS[name].arity
-    if name is None or not (len(operands) == wanted or name in _CHAINS):
-        raise InvalidArgumentError(
-            f"Operon's {kind} of {len(operands)} operands is no operator of warpfit",
-            "UNKNOWN_FUNCTION",
-            f"Use {', '.join(TYPES)}",
-            "expressions",
-        )
-    # One operand of a sum or product is itself.
-    return _joined(operands, name)
 
 
 def _joined(operands: list[_Piece], name: str) -> _Piece:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, count, product
@@ -114,8 +115,22 @@ def disagreement(
     columns = np.array(points).reshape(len(points), operands).T
     text = f"{name}({', '.join(f'x{k + 1}' for k in range(operands))})"
     wanted = evaluate_program(parse(text), columns)
+    numbers: list[Any] = []
+    arrays: list[Any] = []
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for point in points:
+            try:
+                numbers.append(complex(code(*point)))
+            except Exception as error:
+                numbers.append(error)
+        with suppress(Exception):  # it takes no arrays
+            whole = np.broadcast_to(code(*columns.copy()), columns.shape[1:])
+            arrays = whole.astype(complex).tolist()
+    if all(isinstance(number, Exception) for number in numbers):  # it takes no numbers
+        numbers = []
     found = None
-    for results in (_by_numbers(code, points), _by_arrays(code, columns)):
+    for results in (numbers, arrays):
         if not results:
             continue
         found = None
@@ -133,37 +148,27 @@ def disagreement(
     return found
 
 
-def _by_numbers(code: Callable[..., Any], points: Sequence[Any]) -> Sequence[Any]:
-    """Return a function's numbers or errors at points; nothing if it takes no numbers at all."""
-    results: list[Any] = []
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for point in points:
-            try:
-                results.append(complex(code(*point)))
-            except Exception as error:
-                results.append(error)
-    return [] if all(isinstance(result, Exception) for result in results) else results
-
-
-def _by_arrays(code: Callable[..., Any], columns: NDArray[np.float64]) -> Sequence[Any]:
-    """Return a function's numbers of columns; nothing if it takes no arrays."""
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            results = np.broadcast_to(code(*columns.copy()), columns.shape[1:])
-            return list(results.astype(complex).tolist())
-        except Exception:
-            return []
-
-
 def postfix_order(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the nodes of trees in prefix order in the order of postfix.
 
     Read backwards prefix is postfix. A node stands in postfix where the subtrees that end before it
     are, plus the rest of its own.
     """
-    _check_whole(operands, lengths)
+    # A tree lowers the sum by one; it has all operands, and nothing behind its end.
+    missing = np.cumsum(operands - 1) + np.repeat(np.arange(len(lengths)), lengths) + 1
+    ends = np.cumsum(lengths)
+    before = missing + 1 - operands
+    if not lengths.all() or before.min(initial=1) < 1 or missing[ends - 1].any():
+        bad = lengths == 0
+        bad[lengths > 0] = missing[ends[lengths > 0] - 1] != 0
+        bad[np.repeat(np.arange(len(lengths)), lengths)[before < 1]] = True
+        raise ProgramError(
+            "the nodes are not one whole tree",
+            "STACK_LEFTOVERS",
+            "Give every operator its operands, and nothing behind them",
+            "expressions",
+            int(bad.argmax()),
+        )
     size = len(operands)
     end = size - 1 - subtree_starts(operands[::-1], int(lengths.max(initial=0)))[::-1]
     ended = np.cumsum(np.bincount(end, minlength=size))
@@ -173,26 +178,6 @@ def postfix_order(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> ND
     nodes = np.arange(size)
     result[ended + end - nodes] = nodes
     return result
-
-
-def _check_whole(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-    """Check that each tree has all operands and nothing behind its end."""
-    # Each tree lowers the sum by one.
-    missing = np.cumsum(operands - 1) + np.repeat(np.arange(len(lengths)), lengths) + 1
-    ends = np.cumsum(lengths)
-    before = missing + 1 - operands
-    if lengths.all() and before.min(initial=1) >= 1 and not missing[ends - 1].any():
-        return
-    bad = lengths == 0
-    bad[lengths > 0] = missing[ends[lengths > 0] - 1] != 0
-    bad[np.repeat(np.arange(len(lengths)), lengths)[before < 1]] = True
-    raise ProgramError(
-        "the nodes are not one whole tree",
-        "STACK_LEFTOVERS",
-        "Give every operator its operands, and nothing behind them",
-        "expressions",
-        int(bad.argmax()),
-    )
 
 
 def operator_node(

@@ -97,7 +97,18 @@ def from_sympy(expression: Any, names: Sequence[str] = ()) -> Program:
         elif piece in (sympy.nan, sympy.zoo):
             code, value = CONSTANT, math.nan
         elif piece.is_Number or piece.is_NumberSymbol:
-            code, value = CONSTANT, _float(piece)
+            code = CONSTANT
+            try:
+                value = float(piece)
+            except OverflowError:
+                value = math.inf
+            if (math.isinf(value) and piece.is_finite) or (value == 0.0 and piece != 0):
+                raise InvalidArgumentError(
+                    f"float64 cannot hold the number {sympy.Float(piece, 6)} of a SymPy expression",
+                    "OVERFLOW",
+                    f"Write {'oo' if value else '0'} if that is meant, or choose other units",
+                    "expressions",
+                )
         else:
             waiting.extend(reversed(_pieces(piece)))
             continue
@@ -106,25 +117,17 @@ def from_sympy(expression: Any, names: Sequence[str] = ()) -> Program:
     return Program(codes, values)
 
 
-def _float(number: Any) -> float:
-    """Return the nearest float64; raise InvalidArgumentError if that is infinite or 0 instead."""
-    try:
-        value = float(number)
-    except OverflowError:
-        value = math.inf
-    if (math.isinf(value) and number.is_finite) or (value == 0.0 and number != 0):
-        raise InvalidArgumentError(
-            f"float64 cannot hold the number {sympy.Float(number, 6)} of a SymPy expression",
-            "OVERFLOW",
-            f"Write {'oo' if value else '0'} if that is meant, or choose other units",
-            "expressions",
-        )
-    return value
-
-
 def _pieces(node: Any) -> _Pieces:
     if node.is_Add:
-        return _sum(node)
+        # The terms with a positive sign first, from which the others are subtracted.
+        positive = [term for term in node.args if not term.could_extract_minus_sign()]
+        negative = [-term for term in node.args if term.could_extract_minus_sign()]
+        if not positive:
+            return [*_chain(negative, "add"), "neg"]
+        pieces = _chain(positive, "add")
+        for term in negative:
+            pieces += [term, "sub"]
+        return pieces
     if node.is_Mul:
         return _product(node)
     if node.is_Pow:
@@ -135,7 +138,16 @@ def _pieces(node: Any) -> _Pieces:
             return [base, POWERS[-exponent], "inv"]
         return [exponent, "exp"] if base == sympy.S.Exp1 else [base, exponent, "pow"]
     if isinstance(node, sympy.Piecewise):
-        return _piecewise(node)
+        # ``where`` in ``where``; NaN where no condition holds.
+        one, zero = sympy.S.One, sympy.S.Zero
+        if len(node.args) == 2 and node.args[0].expr == one and node.args[1].args == (zero, True):
+            return [node.args[0].cond]
+        conditional = [pair for pair in node.args if pair.cond != sympy.true]
+        otherwise = [pair.expr for pair in node.args if pair.cond == sympy.true]
+        pieces = []
+        for pair in conditional:
+            pieces += [pair.cond, pair.expr]
+        return [*pieces, *(otherwise or [sympy.nan])[:1], *["where"] * len(conditional)]
     if isinstance(node, sympy.re | sympy.conjugate):
         return [node.args[0]]
     if isinstance(node, sympy.im):
@@ -160,18 +172,6 @@ def _chain(operands: _Pieces, name: str) -> _Pieces:
     pieces = operands[:1]
     for operand in operands[1:]:
         pieces += [operand, name]
-    return pieces
-
-
-def _sum(node: Any) -> _Pieces:
-    """Add the terms with a positive sign, then subtract the others."""
-    positive = [term for term in node.args if not term.could_extract_minus_sign()]
-    negative = [-term for term in node.args if term.could_extract_minus_sign()]
-    if not positive:
-        return [*_chain(negative, "add"), "neg"]
-    pieces = _chain(positive, "add")
-    for term in negative:
-        pieces += [term, "sub"]
     return pieces
 
 
@@ -200,19 +200,6 @@ def _product(node: Any) -> _Pieces:
     if divisors:
         pieces += [*_chain(divisors, "mul"), "div"]
     return [*pieces, "neg"] if minus else pieces
-
-
-def _piecewise(node: Any) -> _Pieces:
-    """Nest ``where``; NaN where no condition holds."""
-    one, zero = sympy.S.One, sympy.S.Zero
-    if len(node.args) == 2 and node.args[0].expr == one and node.args[1].args == (zero, True):
-        return [node.args[0].cond]
-    conditional = [pair for pair in node.args if pair.cond != sympy.true]
-    otherwise = [pair.expr for pair in node.args if pair.cond == sympy.true]
-    pieces: _Pieces = []
-    for pair in conditional:
-        pieces += [pair.cond, pair.expr]
-    return [*pieces, *(otherwise or [sympy.nan])[:1], *["where"] * len(conditional)]
 
 
 def _unknown(node: Any) -> InvalidArgumentError:
@@ -246,7 +233,11 @@ def to_sympy(program: Program, names: Sequence[str] = ()) -> Any:
 
     try:
         expression = program.fold(leaf, _apply)
-        if _depth(expression) <= _DEEPEST:
+        level, depth = [expression], 0
+        while level and depth <= _DEEPEST:
+            depth += 1
+            level = list({argument for node in level for argument in node.args})
+        if depth <= _DEEPEST:
             return expression
         cause = None
     except RecursionError as error:
@@ -257,16 +248,6 @@ def to_sympy(program: Program, names: Sequence[str] = ()) -> Any:
         "Convert its parts",
         "programs",
     ) from cause
-
-
-def _depth(expression: Any) -> int:
-    level, depth = [expression], 0
-    while level:
-        depth += 1
-        if depth > _DEEPEST:
-            break
-        level = list({argument for node in level for argument in node.args})
-    return depth
 
 
 def _apply(row: Operator, operands: list[Any]) -> Any:

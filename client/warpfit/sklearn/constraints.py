@@ -361,10 +361,6 @@ class FormulaRules:
         constant = 0.0 if self.dimensionless else np.nan
         return consistency(self.dimensions, constant, self.target)
 
-    @cached_property
-    def _has_macros(self) -> bool:
-        return any(name not in OPERATORS for name in self.operators)
-
     def size(self, program: Program) -> int:
         """Return the complexity of a formula as it is shown."""
         return int(self.measure(Genomes.of(self.form.parts_of(program))).sum())
@@ -386,14 +382,11 @@ class FormulaRules:
             return False
         # Functions that are written with operators are one token in the search alone, which has
         # weighed them.
-        if not self._has_macros:
+        if all(name in OPERATORS for name in self.operators):
             parts = simplified(Genomes.of(self.form.parts_of(program)))
             parts = parts[parts.totals(parts.codes == VARIABLE) > 0]
             if self.size(program) > self.most or not self._structure(parts).all():
                 return False
-        return self._is_monotonic(program)
-
-    def _is_monotonic(self, program: Program) -> bool:
         if not self.signs:
             return True
         values = evaluate_program(program, self.rows.T)

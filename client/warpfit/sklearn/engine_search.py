@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,8 +92,12 @@ def search(stack: ExitStack, task: SearchTask) -> Found:
 
 def _run_rounds(stack: ExitStack, task: SearchTask, found: EngineFound) -> None:
     """Search by squares in one round, by another loss or of groups in several."""
-    number, groups = 0, _groups(task)
-    rounds = max(1, min(_ROUNDS, task.generations))
+    number, rounds = 0, max(1, min(_ROUNDS, task.generations))
+    groups: list[Indices] = []  # the rows of each in the sample, the largest one first
+    if task.training.groups is not None:
+        numbers = task.training.groups[task.sample]
+        own = [task.sample[numbers == group] for group in np.unique(numbers)]
+        groups = sorted(own, key=len, reverse=True)
     if groups:
         rounds = min(rounds, len(groups))
     elif as_function(task.loss).is_squares:
@@ -139,33 +143,6 @@ def _uploaded(
     stack: ExitStack, task: SearchTask, X: Floats, y: Floats, weights: Floats
 ) -> DatasetHandle:
     return stack.enter_context(_client(task).upload(X, y, weights, dtype="float64"))
-
-
-def _groups(task: SearchTask) -> list[Indices]:
-    """Return the rows of each group in the sample, the largest group first."""
-    groups = task.training.groups
-    if groups is None:
-        return []
-    own = groups[task.sample]
-    found = [task.sample[own == group] for group in np.unique(own)]
-    return sorted(found, key=len, reverse=True)
-
-
-def _definitions(task: SearchTask) -> dict[str, Macro]:
-    """Return the functions of `warpfit.define` that formulas may have, by name."""
-    rules, constraints = task.rules, task.rules.constraints
-    names = [*task.operators, *rules.complexities, *map(operator_name, _named(constraints))]
-    if isinstance(task.form, TemplateForm):
-        macros = (MACROS.with_code(code) for code, _ in task.form.template.program)
-        names += [macro.name for macro in macros if macro is not None]
-    found = {name: MACROS.find(name) for name in names if name not in OPERATORS}
-    return {name: macro for name, macro in found.items() if macro is not None}
-
-
-def _named(constraints: Any) -> set[str]:
-    nesting = constraints.get("nesting", {})
-    inner = (name for inside in nesting.values() for name in inside)
-    return {*constraints.get("count", {}), *nesting, *inner}
 
 
 def _options(task: SearchTask, found: EngineFound, rounds: int) -> SearchOptions:
@@ -249,7 +226,17 @@ class EngineFound:
 
     def __post_init__(self) -> None:
         """Find the functions of `warpfit.define`."""
-        self.definitions = _definitions(self.task)
+        task = self.task
+        rules, constraints = task.rules, task.rules.constraints
+        nesting = constraints.get("nesting", {})
+        inner = {name for inside in nesting.values() for name in inside}
+        limited = {*constraints.get("count", {}), *nesting, *inner}
+        names = [*task.operators, *rules.complexities, *map(operator_name, limited)]
+        if isinstance(task.form, TemplateForm):
+            macros = (MACROS.with_code(code) for code, _ in task.form.template.program)
+            names += [macro.name for macro in macros if macro is not None]
+        found = {name: MACROS.find(name) for name in names if name not in OPERATORS}
+        self.definitions = {name: macro for name, macro in found.items() if macro is not None}
 
     @property
     def codes(self) -> NDArray[np.uint8]:
@@ -297,14 +284,32 @@ class EngineFound:
                 return
             whole = form.program(inner, 0)
         else:
-            whole = _shortest(program.bind(numbers), float(np.std(self.task.training.target)))
+            # a + b f without an a or b that changes nothing.
+            whole, spread = program.bind(numbers), float(np.std(self.task.training.target))
+            codes, values, behind = whole.codes, whole.values, 0
+            if len(codes) > 2 and codes[-1] == _ADD and codes[-2] == CONSTANT:
+                behind = 2
+            end = len(codes) - behind
+            if end > 2 and codes[end - 1] == _MUL and codes[end - 2] == CONSTANT:
+                end -= 2 * (abs(values[end - 2] - 1.0) <= NO_INTERCEPT)
+            if behind and abs(values[-2]) <= NO_INTERCEPT * spread:
+                behind = 0
+            kept = [*range(end), *range(len(codes) - behind, len(codes))]
+            whole = Program(codes[kept], values[kept])
             if result.parts is None:
                 f = unscaled(program)
                 # Parameters of the inner formula are the first ones.
                 inner = Genomes.of([f.bind(numbers[: f.parameters])])
             else:
                 (inner,), _ = self._parts(result, row, 1, numbers)
-        loss = self._loss(whole) if loss is None else loss
+        if loss is None:  # that of the sample, without the server
+            function = as_function(self.task.loss)
+            X, y, weights = (part[self.task.sample] for part in self.task.training[:3])
+            with np.errstate(all="ignore"):
+                values = np.broadcast_to(reference.evaluate_program(whole, X.T), y.shape)
+                rows = reference.evaluate_program(function.row, np.stack([values, y, weights]))
+                total = np.array((rows if function.mentions_weight else rows * weights).sum())
+                loss = float(close_losses(function.closing, total, TargetStatistics(y, weights)))
         excess = max(loss - self.task.floor, 0.0) if not math.isnan(loss) else math.inf
         self.known[whole] = _Known(whole, inner, size, excess)
 
@@ -349,16 +354,6 @@ class EngineFound:
             self.codes[every.codes], every.values, every.sizes.astype(np.uint32),
             parameter_counts=np.zeros(len(every), np.uint32), parameters=np.empty(0),
         )  # fmt: skip
-
-    def _loss(self, program: Program) -> float:
-        """Return the loss of a formula on the sample, without the server."""
-        function = as_function(self.task.loss)
-        X, y, weights = (part[self.task.sample] for part in self.task.training[:3])
-        with np.errstate(all="ignore"):
-            values = np.broadcast_to(reference.evaluate_program(program, X.T), y.shape)
-            rows = reference.evaluate_program(function.row, np.stack([values, y, weights]))
-            total = np.array((rows if function.mentions_weight else rows * weights).sum())
-            return float(close_losses(function.closing, total, TargetStatistics(y, weights)))
 
     def predictions(self) -> Floats:
         """Return predictions of the best formula for the sample, or the target's median."""
@@ -447,17 +442,3 @@ class EngineFound:
             if not front or known.loss < front[-1].loss:
                 front.append(known)
         return front
-
-
-def _shortest(program: Program, spread: float) -> Program:
-    """Return a + b f without an a or b that changes nothing."""
-    codes, values, behind = program.codes, program.values, 0
-    if len(codes) > 2 and codes[-1] == _ADD and codes[-2] == CONSTANT:
-        behind = 2
-    inner = len(codes) - behind
-    if inner > 2 and codes[inner - 1] == _MUL and codes[inner - 2] == CONSTANT:
-        inner -= 2 * (abs(values[inner - 2] - 1.0) <= NO_INTERCEPT)
-    if behind and abs(values[-2]) <= NO_INTERCEPT * spread:
-        behind = 0
-    kept = [*range(inner), *range(len(codes) - behind, len(codes))]
-    return Program(codes[kept], values[kept])

@@ -227,24 +227,23 @@ def _by_prediction(front: Sequence[Equation]) -> Equation:
         return SELECTIONS["description_length"](front)
     null = next((equation for equation in known if equation.is_linear_regression), None)
     if null is not None:
-        known = [each for each in known if each is not null and _beats(each, null)] or [null]
+        # Chosen before the linear regression is what has a predictive length that is less by two
+        # nats, or predicts better both in the cross-validation, where its structure does not count,
+        # and on the rows that no fit has seen.
+        least = null.predictive_length - _ALIKE
+        error = null.predictive_length - null.structure_length
+        known = [
+            each
+            for each in known
+            if each.predictive_length < least
+            or (
+                each.predictive_length - each.structure_length < error
+                and each.r2_held_out > null.r2_held_out
+            )
+        ] or [null]
     least = min(equation.predictive_length for equation in known)
     near = [e for e in known if not e.predictive_length > least + _ALIKE]
     return min(near, key=lambda equation: (equation.surprise > 0.0, equation.choice_length))
-
-
-def _beats(equation: Equation, null: Equation) -> bool:
-    """Tell whether a formula is chosen before the linear regression.
-
-    Either its predictive length is less by two nats, or it predicts better both in the
-    cross-validation, where its structure does not count, and on the rows that no fit has seen.
-    """
-    if equation.predictive_length < null.predictive_length - _ALIKE:
-        return True
-    predicts_better = equation.predictive_length - equation.structure_length < (
-        null.predictive_length - null.structure_length
-    )
-    return predicts_better and equation.r2_held_out > null.r2_held_out
 
 
 #: Criteria that choose an equation of a front.

@@ -248,8 +248,19 @@ class FormulaRegressor(AnswersOtherWords, RegressorMixin, BaseEstimator, ABC):  
             chosen = check_random_state(getattr(self, "random_state", None)).permutation(len(X))
             taken = np.sort(chosen[: int(count)])
             X, y, weights = X[taken], y[taken], weights[taken]
-        targets = y[:, None] if y.ndim == 1 else y
-        return [_training(X, target, weights) for target in targets.T]
+        # The weights of rows that are equal are added up: so a weight means repetition to the last
+        # bit, and the order of the rows does not matter.
+        trainings = []
+        for target in (y[:, None] if y.ndim == 1 else y).T:
+            table = np.column_stack([X, np.asarray(target, np.float64)]) + 0.0  # -0 is 0
+            # By the first column and a hash of all: no more time where rows are much alike.
+            factors = np.random.default_rng(0).integers(2**62, size=table.shape[1], dtype=np.uint64)
+            order = np.lexsort((table.view(np.uint64) @ (2 * factors + 1), table[:, 0]))
+            table = table[order]
+            first = np.flatnonzero(np.append(True, (table[1:] != table[:-1]).any(axis=1)))
+            rows, totals = table[first], np.add.reduceat(weights[order], first)
+            trainings.append(TrainingData(rows[:, :-1], rows[:, -1], totals))
+        return trainings
 
     def _most_rows(self, variables: int) -> float:
         """Return how many rows the time of a fit is enough for; of more some are taken."""
@@ -311,21 +322,6 @@ def loss_unit(loss: Loss | LossFunction, unit: float) -> float:
     if closing in (Closing.RELATIVE, Closing.SCORE):
         return 1.0
     return unit if closing is Closing.ROOT else unit * unit
-
-
-def _training(X: Floats, y: Floats, weights: Floats) -> TrainingData:
-    """Add up the weights of rows that are equal.
-
-    So a weight means repetition to the last bit, and the order of the rows does not matter.
-    """
-    table = np.column_stack([X, np.asarray(y, np.float64)]) + 0.0  # -0 is 0
-    # By the first column and a hash of all, which takes no more time where rows are much alike.
-    factors = np.random.default_rng(0).integers(2**62, size=table.shape[1], dtype=np.uint64)
-    order = np.lexsort((table.view(np.uint64) @ (2 * factors + 1), table[:, 0]))
-    table = table[order]
-    first = np.flatnonzero(np.append(True, (table[1:] != table[:-1]).any(axis=1)))
-    rows, totals = table[first], np.add.reduceat(weights[order], first)
-    return TrainingData(rows[:, :-1], rows[:, -1], totals)
 
 
 class ParameterOptimizer(FormulaRegressor):

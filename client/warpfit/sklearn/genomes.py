@@ -268,7 +268,18 @@ def _simplified(genomes: Genomes) -> Genomes:
     trees = np.arange(1, len(genomes.codes) + 1) - genomes.spans  # First token of each subtree.
     variables = _bounds(genomes.codes == VARIABLE)
     constant = variables[1:] == variables.take(trees)
-    first, last = _unscaled(genomes, trees, constant)
+    # The outermost operators that slope and intercept absorb are stripped, one after the other.
+    first, last = genomes.starts[:-1].copy(), genomes.starts[1:] - 1
+    active = np.flatnonzero(~constant[last])
+    while len(active):
+        end = last[active]
+        root = genomes.codes[end]
+        middle = trees[end - 1] - 1  # end of the first of two operands
+        is_behind = _SCALING[root] & constant[end - 1]
+        is_before = _SCALING[root] & ~is_behind & (root != DIV) & constant[middle]
+        first[active] = np.where(is_before, middle + 1, first[active])
+        last[active] = np.where(is_behind, middle, end - (is_before | (root == NEG)))
+        active = active[last[active] < end]
     # Largest subtrees of constants: there is none behind that starts at the same token or before.
     ends = np.flatnonzero(constant & (genomes.spans > 1))
     earliest = np.minimum.accumulate(np.append(len(trees), trees[ends[::-1]]))[-2::-1]
@@ -286,26 +297,6 @@ def _simplified(genomes: Genomes) -> Genomes:
     spans = np.arange(1, len(made.codes) + 1) - before.take(trees[kept])
     made.known = spans, made.known[1] * (spans == made.spans)
     return made
-
-
-def _unscaled(genomes: Genomes, trees: Indices, constant: Mask) -> tuple[Indices, Indices]:
-    """Return first and last token of what is left of each formula.
-
-    The outermost operators that slope and intercept absorb are stripped, one after the other;
-    ``constant`` says whether the subtree that ends at each token has no variable.
-    """
-    first, last = genomes.starts[:-1].copy(), genomes.starts[1:] - 1
-    active = np.flatnonzero(~constant[last])
-    while len(active):
-        end = last[active]
-        root = genomes.codes[end]
-        middle = trees[end - 1] - 1  # end of the first of two operands
-        after = _SCALING[root] & constant[end - 1]
-        before = _SCALING[root] & ~after & (root != DIV) & constant[middle]
-        first[active] = np.where(before, middle + 1, first[active])
-        last[active] = np.where(after, middle, end - (before | (root == NEG)))
-        active = active[last[active] < end]
-    return first, last
 
 
 def _compute(codes: Codes, a: Floats, b: Floats, c: Floats) -> Floats:

@@ -63,14 +63,6 @@ def _operators(value: Any) -> str:
     return f"operators={ours or 'a list'}"
 
 
-def _nesting(value: Any) -> str:
-    return f"constraints={{'nesting': {value!r}}}"
-
-
-def _depth(value: Any) -> str:
-    return f"constraints={{'depth': {value!r}}}"
-
-
 def _loss(value: Any) -> str:
     """Translate a loss by its name or from Julia, and leave others to be written as text."""
     names = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
@@ -117,10 +109,6 @@ def _table(value: Any) -> str:
     return f"output={value if is_file else 'front.csv'!r}"
 
 
-def _verbose(value: Any) -> str:
-    return f"verbose={bool(value)}"
-
-
 def _all(*words: str, to: Translation) -> dict[str, Translation]:
     return dict.fromkeys(words, to)
 
@@ -138,8 +126,8 @@ OF_OTHER_ESTIMATORS: Final[Mapping[str, Translation]] = {
     "population_size": _ours("population"),
     **_all("populations", "pool_size", to="population= for all formulas together"),
     **_all("maxsize", "max_length", to=_ours("max_size")),
-    **_all("maxdepth", "max_depth", to=_depth),
-    "nested_constraints": _nesting,
+    **_all("maxdepth", "max_depth", to=lambda value: f"constraints={{'depth': {value!r}}}"),
+    "nested_constraints": lambda value: f"constraints={{'nesting': {value!r}}}",
     **_all("timeout_in_seconds", "max_time", "time_limit", to=_ours("max_seconds")),
     **_all("elementwise_loss", "loss_function", "loss_function_expression", to=_loss),
     **_all("metric", "objectives", to=_loss),
@@ -160,7 +148,7 @@ OF_OTHER_ESTIMATORS: Final[Mapping[str, Translation]] = {
     **_all("batching", "batch_size", "max_samples", to=_sample),
     "optimizer_iterations": _ours("fit_iterations"),
     "optimizer_likelihood": "loss=, such as 'poisson' or 'gaussian'",
-    **_all("verbosity", "update_verbosity", "progress", to=_verbose),
+    **_all("verbosity", "update_verbosity", "progress", to=lambda value: f"verbose={bool(value)}"),
     "print_precision": _ours("digits"),
     **_all("output_directory", "run_id", to="checkpoint= and output="),
     **_all("equation_file", "temp_equation_file", to=_table),
@@ -388,29 +376,27 @@ def _unknown_keywords(
             remedies[name] = f"Leave it out: {other}"
         else:
             remedies[name] = f"Write {other if isinstance(other, str) else other(value)}"
+    texts = [*remedies.values()]
+    remedy = texts[0]
+    if len(texts) > 1:  # in one, in which operators of several keywords are one list
+        written = {text.removeprefix("Write "): None for text in texts if text[0] == "W"}
+        lists = [text for text in written if text.startswith("operators=[")]
+        merged = ", ".join(text.removeprefix("operators=[").removesuffix("]") for text in lists)
+        first = [f"operators=[{merged}]"] if lists else []
+        first += [text for text in written if text not in lists]
+        left = [name for name, text in remedies.items() if text.startswith("Leave")]
+        sentences = [f"Write {', '.join(first)}"] if first else []
+        sentences += [f"Leave out {', '.join(left)}"] if left else []
+        sentences += [text for text in texts if text[0] not in "WL"]
+        remedy = ". ".join(sentences)
     listed = ", ".join(map(repr, wrong))
     error = InvalidArgumentError(
         f"{what} has no keyword{'s' if len(wrong) > 1 else ''} {listed}",
         "UNKNOWN_KEYWORD",
-        _together(remedies),
+        remedy,
         next(iter(wrong)),
     )
     # An error's remedy is short, because it may travel; a note is printed below it.
     if len(wrong) > 1:
         error.add_note("\n".join(f"{name}: {text}" for name, text in remedies.items()))
     return error
-
-
-def _together(remedies: Mapping[str, str]) -> str:
-    """Return the remedies as one, in which operators of several keywords are one list."""
-    if len(remedies) == 1:
-        return next(iter(remedies.values()))
-    written = {text.removeprefix("Write "): None for text in remedies.values() if text[0] == "W"}
-    lists = [text for text in written if text.startswith("operators=[")]
-    merged = ", ".join(text.removeprefix("operators=[").removesuffix("]") for text in lists)
-    first = [f"operators=[{merged}]"] if lists else []
-    first += [text for text in written if text not in lists]
-    left = [name for name, text in remedies.items() if text.startswith("Leave")]
-    sentences = [f"Write {', '.join(first)}"] if first else []
-    sentences += [f"Leave out {', '.join(left)}"] if left else []
-    return ". ".join(sentences + [text for text in remedies.values() if text[0] not in "WL"])

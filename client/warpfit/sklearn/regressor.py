@@ -903,16 +903,12 @@ class SymbolicRegressor(FormulaRegressor):
         older = known[(known.sizes <= width) & (most < variables)]
         if isinstance(form, TemplateForm):
             return joined([*map(form.guessed, self.guesses), older])
-        begun = Genomes.of([*self._guessed(), *self._with_unit(training.rows.shape[1])])
-        return joined([begun, older])
-
-    def _with_unit(self, variables: int) -> list[Program]:
-        """Return formulas to begin with that have the unit of the target."""
-        if self.units is None or self.target_unit is None or not self.dimensionless_constants:
-            return []
-        own = dimensions(self.units, self._names(), variables)
-        target = dimension(self.target_unit, "target_unit")
-        return with_unit(operator_names(self.operators), own, target)
+        begun = self._guessed()
+        if self.units is not None and self.target_unit is not None and self.dimensionless_constants:
+            own = dimensions(self.units, self._names(), variables)
+            target = dimension(self.target_unit, "target_unit")
+            begun += with_unit(operator_names(self.operators), own, target)
+        return joined([Genomes.of(begun), older])
 
     @contextmanager
     def _client(self) -> Iterator[Client]:

@@ -485,8 +485,11 @@ class Selection:
             return 0.0
         if program not in self._straying:
             far, is_unknown = self._ranges_left(program, self._unlike)
-            # How far it is from a pole says nothing: those rows are as near to one as can be.
-            is_unknown |= self._ranges_left(program, self._near_poles(program)) != (0.0, False)
+            # A narrow pole may be between all rows, those that are made up, too. How far values go
+            # beside it says nothing: these rows are as near as can be.
+            low, high = self.training.rows.min(axis=0), self.training.rows.max(axis=0)
+            region = DefinedRegion(program, low, high, np.empty((len(low), 0)), _BOXES)
+            is_unknown |= self._ranges_left(program, region.open_points) != (0.0, False)
             nats = _STRAYING * max(math.log1p(min(far, _MOST_RANGES)), float(is_unknown))
             self._straying[program] = nats
         return self._straying[program]
@@ -501,14 +504,6 @@ class Selection:
         farthest = float(np.maximum(low - known, known - high).max(initial=0.0))
         ranges = farthest / max(float(np.ptp(self.training.target)), math.ulp(0.0))
         return ranges, len(known) < len(values)
-
-    def _near_poles(self, program: Program) -> Floats:
-        """Return rows in the range of each variable next to which a formula may have a pole.
-
-        One that is narrow may be between all rows, those that are made up, too.
-        """
-        low, high = self.training.rows.min(axis=0), self.training.rows.max(axis=0)
-        return DefinedRegion(program, low, high, np.empty((len(low), 0)), _BOXES).open_points
 
     @cached_property
     def _unlike(self) -> Floats:

@@ -77,7 +77,13 @@ class Progress:
         terminal = sys.stderr is not None and sys.stderr.isatty()
         if self.verbose and now - self.shown >= _LINE_SECONDS[not terminal]:
             self.shown = now
-            self._show(target, found)
+            if front := target.preview(found):
+                best = min(front, key=lambda equation: equation.loss)
+                self._line(
+                    f"{time.monotonic() - self.started:.1f} s  generation "
+                    f"{target.generation + found.generation}  "
+                    f"loss {best.loss:.4g}  {best.equation}"
+                )
         if self.checkpoint is not None and now - self.saved >= _CHECKPOINT_SECONDS:
             self.saved = now
             self.save(found.formulas())
@@ -100,17 +106,6 @@ class Progress:
             return
         with _no_end_by_a_file(f"the checkpoint {self.checkpoint}"):
             save(self.checkpoint, genomes)
-
-    def _show(self, target: TargetSearch, found: Found) -> None:
-        front = target.preview(found)
-        if not front:
-            return
-        best = min(front, key=lambda equation: equation.loss)
-        self._line(
-            f"{time.monotonic() - self.started:.1f} s  generation "
-            f"{target.generation + found.generation}  "
-            f"loss {best.loss:.4g}  {best.equation}"
-        )
 
     def _line(self, line: str) -> None:
         """Show a line, on a terminal in the place of the last one, whose width it keeps to."""
@@ -356,16 +351,21 @@ class TargetSearch:
             UnavailableError: if the server is lost before that.
 
         """
-        rows = len(self.training.target)
-        seen, held_out = self._divided()
-        self.selection.hold_out(held_out)
-        few = max(self.options.sample_rows, _GROUP_ROWS * self._group_count)
-        self.sample = np.sort(self._shuffled(seen)[:few])
+        rows, groups = len(self.training.target), self.training.groups
+        count = int(self.options.held_out * rows) if rows >= FEWEST_DIVIDED else 0
+        shuffled = self._shuffled(np.arange(rows))
+        self.selection.hold_out(np.sort(shuffled[:count]))
+        few = self.options.sample_rows
+        if groups is not None:
+            few = max(few, _GROUP_ROWS * (int(groups.max()) + 1))
+        self.sample = np.sort(self._shuffled(np.sort(shuffled[count:]))[:few])
         with ExitStack() as stack:
             progress.phase(f"upload of {rows:,} rows")
             begun = time.monotonic()
             try:
-                self._measure_null()
+                if (null := self.selection.null) is not None:  # which needs no server
+                    level = self.selection.level(self.selection.values(null))
+                    self.kept[null] = [level, self.selection.null_r2]
                 self.data = self._part(stack, np.arange(rows))
                 uploading = time.monotonic() - begun
                 found = self._searched(stack, progress)
@@ -378,24 +378,17 @@ class TargetSearch:
                     return self._ended(self._finished(stack, found, progress, uploading))
                 except (KeyboardInterrupt, UnavailableError) as error:
                     self.reason = reason_of(error)
-            return self._ended(self._as_found(found))
-
-    def _measure_null(self) -> None:
-        """Measure the linear regression, which needs no server."""
-        if (null := self.selection.null) is not None:
-            level = self.selection.level(self.selection.values(null))
-            self.kept[null] = [level, self.selection.null_r2]
-
-    def _keep_guesses(self, compared: DatasetHandle) -> None:
-        """Measure the guesses as they are, and with numbers that are fitted to the sample.
-
-        So they are among the formulas whatever there is no time for.
-        """
-        if not self.guesses:
-            return
-        self.kept |= self._measured_here(self.guesses)
-        fitted = dict.fromkeys(self._fitted(compared, [*self.guesses]))
-        self.kept |= self._measured_here([each for each in fitted if each not in self.kept])
+            # Measured here; a server that is there is asked for the constants of groups.
+            programs = self._with_constant(found.front().programs)
+            if groups is not None and self.reason != "server":
+                with suppress(UnavailableError, DeadlineExceededError):
+                    self._losses(programs, _LAST_SECONDS)
+            measured = self._measured_here(programs) | self.kept
+            shown = self._shown(measured)
+            least = min(level for level, _ in shown.values())
+            if left := self.selection.not_validated(shown, least):
+                self.selection.validate(left)
+            return self._ended(self._front_of(measured))
 
     def _searched(self, stack: ExitStack, progress: Progress) -> Found:
         """Search until there is a reason to end that holds for all rows.
@@ -413,9 +406,29 @@ class TargetSearch:
             if self.training.groups is not None:
                 self.seen = self._part(stack, self.selection.seen)
             progress.phase("fit of a constant")
-            self.constant, self.selection.scale = self._best_constant(compared)
-            if not self.generation:
-                self._keep_guesses(compared)
+            seen = self.selection.seen
+            target, weights = self.training.target[seen], self.training.weights[seen]
+            middle = float(np.average(target, weights=weights))
+            fit = self.client.optimize(
+                compared,
+                Program.parameter(0),
+                [middle],
+                loss=self.loss,
+                timeout=seconds_until(self.deadline),
+                partial=self.deadline < math.inf,
+            )
+            best = middle if as_function(self.loss).is_squares else float(fit.parameters[0][0])
+            if self.training.groups is not None:
+                best = float(freed(np.array([best]))[0])
+            self.constant = Program.constant(best)
+            excess = float(fit.loss[0]) - self.selection.floor(self.sample)
+            self.selection.scale = max(excess, 0.0)
+            if self.guesses and not self.generation:
+                # As they are, and with numbers that are fitted to the sample: they are among the
+                # formulas whatever there is no time for.
+                self.kept |= self._measured_here(self.guesses)
+                fitted = dict.fromkeys(self._fitted(compared, [*self.guesses]))
+                self.kept |= self._measured_here([each for each in fitted if each not in self.kept])
             task = self._task(compared, progress, start, ends_by_loss)
             found = search(stack, task)
             self.generation += found.generation
@@ -458,21 +471,19 @@ class TargetSearch:
         errors = [np.where(np.isnan(each), np.inf, each) for each in errors]
         least = np.min(errors, axis=0)
         if np.isinf(least).any():
-            self._warn_of_gap(exact[0], outside[np.isinf(least)])
+            rows = outside[np.isinf(least)]
+            X = self.training.rows[rows[0]] * (self.training.variable_units or 1.0)
+            names = self.names or tuple(f"x{place + 1}" for place in range(len(X)))
+            where = ", ".join(f"{name} = {value:g}" for name, value in zip(names, X, strict=True))
+            warnings.warn(
+                f"{self._texts(exact[0])[0][:200]} fits the rows exactly, but {len(rows):,} where "
+                f"it has no value, such as {where[:200]}: it is no equation of all rows. Leave "
+                "these rows out if it is the law",
+                SearchWarning,
+                stacklevel=caller_level(),
+            )
         worst = outside[np.argsort(-least, kind="stable")[:_REFUTING]]
         return np.asarray(worst[-np.sort(-least)[: len(worst)] < 0.0])
-
-    def _warn_of_gap(self, program: Program, rows: Indices) -> None:
-        X = self.training.rows[rows[0]] * (self.training.variable_units or 1.0)
-        names = self.names or tuple(f"x{place + 1}" for place in range(len(X)))
-        where = ", ".join(f"{name} = {value:g}" for name, value in zip(names, X, strict=True))
-        warnings.warn(
-            f"{self._texts(program)[0][:200]} fits the rows exactly, but {len(rows):,} where it "
-            f"has no value, such as {where[:200]}: it is no equation of all rows. Leave these rows "
-            "out if it is the law",
-            SearchWarning,
-            stacklevel=caller_level(),
-        )
 
     def _is_exact(self, excess: float) -> bool:
         """Tell whether a loss on all rows ends a search, as ``tolerance`` says."""
@@ -513,7 +524,13 @@ class TargetSearch:
         seconds = (time.monotonic() - begun) * len(programs) / max(1, len(found) - 1)
         data: DatasetHandle | None = None
         with suppress(DeadlineExceededError):
-            data = self._rows_to_fit(stack, _FIT_TIME * seconds + uploading)
+            # The rows that are not held out, or so many that a fit to them ends in time.
+            left = _FIT_SHARE * (seconds_until(self.deadline) or math.inf)
+            seen, wanted = self.selection.seen, _FIT_TIME * seconds + uploading
+            count = len(seen)
+            if wanted > left and count > self.options.sample_rows:
+                count = max(self.options.sample_rows, int(count * left / wanted))
+            data = self._part(stack, np.sort(self._shuffled(seen)[:count]))
             fitted = self._fitted(data, programs)
             self._replace(programs, fitted)
             progress.phase("simplification")
@@ -597,49 +614,10 @@ class TargetSearch:
             self.undone.append("the cross-validation has fitted no constants")
         self.selection.validate(programs, fits)
 
-    def _rows_to_fit(self, stack: ExitStack, seconds: float) -> DatasetHandle:
-        """Upload the rows that are not held out, or so many that a fit to them ends in time.
-
-        Args:
-            stack: keeps the data set.
-            seconds: time of an upload of all rows and a fit to them.
-
-        Raises:
-            DeadlineExceededError: if the time of the search is over.
-
-        """
-        left = _FIT_SHARE * (seconds_until(self.deadline) or math.inf)
-        seen = self.selection.seen
-        count = len(seen)
-        if seconds > left and count > self.options.sample_rows:
-            count = max(self.options.sample_rows, int(count * left / seconds))
-        return self._part(stack, np.sort(self._shuffled(seen)[:count]))
-
     def _shuffled(self, rows: Indices) -> Indices:
         """Shuffle rows, those of groups so that each has its share of the first ones."""
         groups = self.training.groups
         return self.rng.permutation(rows) if groups is None else balanced(self.rng, rows, groups)
-
-    @property
-    def _group_count(self) -> int:
-        groups = self.training.groups
-        return 0 if groups is None else int(groups.max()) + 1
-
-    def _as_found(self, search: Found) -> list[Equation]:
-        """Measure the front of a search that was interrupted, here and without a server.
-
-        A server that is there is asked for the constants of groups.
-        """
-        programs = self._with_constant(search.front().programs)
-        if self.training.groups is not None and self.reason != "server":
-            with suppress(UnavailableError, DeadlineExceededError):
-                self._losses(programs, _LAST_SECONDS)
-        found = self._measured_here(programs) | self.kept
-        shown = self._shown(found)
-        least = min(level for level, _ in shown.values())
-        if left := self.selection.not_validated(shown, least):
-            self.selection.validate(left)
-        return self._front_of(found)
 
     def _measured_here(self, programs: Sequence[Program]) -> _Found:
         """Measure formulas on all rows without a server."""
@@ -786,34 +764,6 @@ class TargetSearch:
         function = as_function(given)
         return LossFunction(function.row, Closing.RELATIVE) if function.is_score else given
 
-    def _best_constant(self, compared: DatasetHandle) -> tuple[Program, float]:
-        """Return the constant of the least loss, and its loss above the least possible."""
-        seen = self.selection.seen
-        target, weights = self.training.target[seen], self.training.weights[seen]
-        middle = float(np.average(target, weights=weights))
-        start = Program.parameter(0)
-        fit = self.client.optimize(
-            compared,
-            start,
-            [middle],
-            loss=self.loss,
-            timeout=seconds_until(self.deadline),
-            partial=self.deadline < math.inf,
-        )
-        best = middle if as_function(self.loss).is_squares else float(fit.parameters[0][0])
-        if self.training.groups is not None:
-            best = float(freed(np.array([best]))[0])
-        return Program.constant(best), max(
-            float(fit.loss[0]) - self.selection.floor(self.sample), 0.0
-        )
-
-    def _divided(self) -> tuple[Indices, Indices]:
-        """Return the rows that the search sees, and those that are held out."""
-        rows = len(self.training.target)
-        count = int(self.options.held_out * rows) if rows >= FEWEST_DIVIDED else 0
-        shuffled = self._shuffled(np.arange(rows))
-        return np.sort(shuffled[count:]), np.sort(shuffled[:count])
-
     def _part(self, stack: ExitStack, rows: Indices) -> DatasetHandle:
         """Upload some of the rows."""
         if len(rows) == len(self.training.target) and hasattr(self, "data"):
@@ -829,6 +779,13 @@ class TargetSearch:
         """Say what the search looks for."""
         options = self.options
         tolerance = options.tolerance * self.selection.scale
+        ends = self.deadline
+        if ends < math.inf:
+            seconds = self.deadline - self.begun
+            least, most = (part * seconds for part in _RESERVE)
+            many = len(self.training.target) > _MANY_ROWS
+            reserve = most if many else max(least, min(most, _LEAST_RESERVE))
+            ends -= reserve * (1 if self.training.groups is None else 2)
         return SearchTask(
             client=self.client,
             training=self.training,
@@ -848,19 +805,10 @@ class TargetSearch:
             generations=options.generations - self.generation,
             fit_iterations=options.fit_iterations,
             early_stopping=options.early_stopping,
-            ends=self._end_of_search(),
+            ends=ends,
             report=lambda found: progress.report(self, found),
             phase=progress.phase,
         )
-
-    def _end_of_search(self) -> float:
-        if self.deadline == math.inf:
-            return self.deadline
-        seconds = self.deadline - self.begun
-        least, most = (part * seconds for part in _RESERVE)
-        many = len(self.training.target) > _MANY_ROWS
-        reserve = most if many else max(least, min(most, _LEAST_RESERVE))
-        return self.deadline - reserve * (1 if self.training.groups is None else 2)
 
     def _fitted(self, data: DatasetHandle, programs: list[Program]) -> list[Program]:
         """Fit all constants, but of formulas that have too many; as well as the time allows."""
@@ -956,19 +904,17 @@ class TargetSearch:
             part = excess / abs(excess + floor) if excess + floor else 1.0
             bulk = self.selection.bulk(program)
             part *= 1.0 if bulk is None else bulk[1]
+            snap: Any = self.options.snap
+            if snap == "constants" and found[program][0] > _NOISE * self.selection.scale:
+                snap = "numbers"  # multiples of pi and e are for laws, not for noise
             how = Shortening(
                 self.client,
                 data,
                 self.loss,
                 part * min(_MOST_TOLERANCE, factor * math.log(max(amount, 2.0)) / amount),
-                self._snap(found[program][0]),
+                snap,
                 self.deadline,
                 self._may_be_shown,
             )
             short = self.form.shortened(program, how)
             found.update(self._measured([short]))
-
-    def _snap(self, excess: float) -> Any:
-        """Return what constants may become: multiples of pi and e only in laws, not in noise."""
-        noisy = excess > _NOISE * self.selection.scale
-        return "numbers" if noisy and self.options.snap == "constants" else self.options.snap

@@ -302,50 +302,6 @@ class _Operand(NamedTuple):
     """All numbers in it."""
 
 
-def _outlined(
-    written: list[tuple[int, float]], arities: Sequence[int], slopes: set[int], count: int
-) -> _Outline:
-    """Find the numbers of a template that multiply all of it, and one that is added to it.
-
-    Args:
-        written: codes and values of the template; its parameters are the numbers.
-        arities: number of arguments of each function.
-        slopes: numbers that multiply a function.
-        count: how many numbers there are.
-
-    """
-    stack: list[_Operand] = []
-    for code, value in written:
-        is_call = _FIRST_CALL <= code < _FIRST_CALL + len(arities)
-        arity = arities[code - _FIRST_CALL] if is_call else int(OPERANDS[code])
-        operands = stack[len(stack) - arity :]
-        del stack[len(stack) - arity :]
-        if code == PARAMETER:
-            stack.append(_Operand({int(value): 1}, (int(value), 1), frozenset([int(value)])))
-        else:
-            stack.append(_joined_operands(code, operands))
-    root = stack.pop()
-    scaled, shift = root.scaled or {}, root.shift
-    others = [number for number in scaled if shift is None or number != shift[0]]
-    chosen = [number for number in others if number in slopes] or others[: len(others) == 1]
-    if not chosen:
-        kept = tuple(range(count))
-        return _Outline(written, kept, 0, {}, -1, -1, 1)
-    slope = chosen[0]
-    shifted, sign = (-1, 1) if shift is None else shift
-    kept = tuple(number for number in range(count) if number not in (slope, shifted))
-    left: list[tuple[int, float]] = []
-    for place, (code, value) in enumerate(written):
-        joins = {(PARAMETER, float(slope)): MUL, (PARAMETER, float(shifted)): ADD}
-        if code == PARAMETER and int(value) in (slope, shifted):
-            left.append((CONSTANT, 1.0 if int(value) == slope else 0.0))
-        elif place and joins.get(written[place - 1]) == code:  # x * 1, or x + 0
-            left.pop()
-        else:
-            left.append((code, float(kept.index(int(value))) if code == PARAMETER else value))
-    return _Outline(left, kept, 1 + (shifted >= 0), scaled, slope, shifted, sign)
-
-
 def _joined_operands(code: int, operands: Sequence[_Operand]) -> _Operand:
     """Return how an operator's result depends on the numbers."""
     used = frozenset().union(*(operand.used for operand in operands))
@@ -455,7 +411,38 @@ class TemplateForm(Form):
                 if code == _FIRST_CALL + index:
                     written += [(PARAMETER, float(number)), (joint, 0.0)]
         slopes = {number for number, (_, code) in enumerate(self.scales) if code == MUL}
-        return _outlined(written, self.template.arities, slopes, self.numbers)
+        # Which of them multiply all of the template, and which one is added to it.
+        arities = self.template.arities
+        stack: list[_Operand] = []
+        for code, value in written:
+            is_call = _FIRST_CALL <= code < _FIRST_CALL + len(arities)
+            arity = arities[code - _FIRST_CALL] if is_call else int(OPERANDS[code])
+            operands = stack[len(stack) - arity :]
+            del stack[len(stack) - arity :]
+            if code == PARAMETER:
+                stack.append(_Operand({int(value): 1}, (int(value), 1), frozenset([int(value)])))
+            else:
+                stack.append(_joined_operands(code, operands))
+        root = stack.pop()
+        scaled, shift = root.scaled or {}, root.shift
+        others = [number for number in scaled if shift is None or number != shift[0]]
+        chosen = [number for number in others if number in slopes] or others[: len(others) == 1]
+        if not chosen:
+            kept = tuple(range(self.numbers))
+            return _Outline(written, kept, 0, {}, -1, -1, 1)
+        slope = chosen[0]
+        shifted, sign = (-1, 1) if shift is None else shift
+        kept = tuple(number for number in range(self.numbers) if number not in (slope, shifted))
+        left: list[tuple[int, float]] = []
+        for place, (code, value) in enumerate(written):
+            joins = {(PARAMETER, float(slope)): MUL, (PARAMETER, float(shifted)): ADD}
+            if code == PARAMETER and int(value) in (slope, shifted):
+                left.append((CONSTANT, 1.0 if int(value) == slope else 0.0))
+            elif place and joins.get(written[place - 1]) == code:  # x * 1, or x + 0
+                left.pop()
+            else:
+                left.append((code, float(kept.index(int(value))) if code == PARAMETER else value))
+        return _Outline(left, kept, 1 + (shifted >= 0), scaled, slope, shifted, sign)
 
     @property
     def engine_parts(self) -> int:

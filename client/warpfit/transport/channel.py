@@ -440,7 +440,14 @@ class OpenCalls:
             grpc.RpcError: with the status, if the server has ended the call instead.
             UnavailableError: if the channel was closed meanwhile: by the client's end, or a fork.
         """
-        call, begun = self._take(), time.monotonic()
+        begun = time.monotonic()
+        with self._lock:
+            late = []
+            while self._idle and self._idle[0][0] < begun - _IDLE_SECONDS:
+                late.append(self._idle.popleft()[1])
+            call = self._idle.pop()[1] if self._idle else None
+        for one in late:
+            one.rpc.cancel()
         answer = None if call is None else self._ask(call, request, held)
         if answer is not None:
             return answer
@@ -497,18 +504,6 @@ class OpenCalls:
         if not is_kept:
             call.rpc.cancel()
         return answer
-
-    def _take(self) -> _OpenCall | None:
-        """Return an idle call that the server has not ended yet, if there is one."""
-        earliest = time.monotonic() - _IDLE_SECONDS
-        with self._lock:
-            late = []
-            while self._idle and self._idle[0][0] < earliest:
-                late.append(self._idle.popleft()[1])
-            found = self._idle.pop()[1] if self._idle else None
-        for call in late:
-            call.rpc.cancel()
-        return found
 
 
 def _is_unanswered(error: Any) -> bool:

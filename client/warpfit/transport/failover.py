@@ -407,7 +407,15 @@ class Failover:
             try:
                 return self.call_uploading_if_missing(server, request, retries)
             except _ELSEWHERE as failure:
-                self._note(server, failure, started, request)
+                is_refused = dataset is not None and dataset.content_id in server.refusals
+                if _is_final(failure) and not is_refused:
+                    raise
+                is_away = isinstance(failure, errors.UnavailableError)
+                if servers.is_several and server.is_trusted and is_away:
+                    _log.warning(
+                        "%s: %s; calls go to other servers", server.address, failure.message
+                    )
+                servers.failed(server, failure, started)
                 if request.has_gone_on:
                     request.has_gone_on = False
                     retries.restart()
@@ -543,22 +551,6 @@ class Failover:
             raise
         except errors.WarpfitError:
             return  # the server is there; what it refuses is not what the request is about
-
-    def _note(
-        self, server: Server, failure: errors.WarpfitError, started: float, request: Request
-    ) -> None:
-        """Take note of a failure; raise it if no server would answer otherwise."""
-        dataset = request.dataset
-        is_refused = dataset is not None and dataset.content_id in server.refusals
-        if _is_final(failure) and not is_refused:
-            raise failure
-        if (
-            self.servers.is_several
-            and server.is_trusted
-            and isinstance(failure, errors.UnavailableError)
-        ):
-            _log.warning("%s: %s; calls go to other servers", server.address, failure.message)
-        self.servers.failed(server, failure, started)
 
     def _pause(self, retries: Retries, error: errors.WarpfitError) -> float:
         """Return the seconds to wait; raise ``error`` if it cannot help or has taken too long."""

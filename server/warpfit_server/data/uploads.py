@@ -292,36 +292,26 @@ class DataFolder:
             )
         with ExitStack() as opened:
             try:
-                descriptor = _open_below(self._root, name, opened)
+                # A name that leads out of the folder and in again would tell what is on its way:
+                # folders above, and in /proc who runs what.
+                if name.startswith("/") or ".." in name.split("/"):
+                    raise FileNotFoundError
+                # O_PATH finds a file without opening it: a FIFO would wait, and a device may act.
+                place = os.open(self._root / name, os.O_PATH | os.O_CLOEXEC)
+                opened.callback(os.close, place)
+                path = Path(_path_of(place)).readlink()
+                is_below = path.is_relative_to(self._root) and path.suffix == ".parquet"
+                if not (is_below and stat.S_ISREG(os.fstat(place).st_mode)):
+                    raise FileNotFoundError
+                descriptor = os.open(_path_of(place), os.O_RDONLY | os.O_CLOEXEC)
+                opened.callback(os.close, descriptor)
+                end = os.fstat(descriptor).st_size - 8
+                footer_bytes = int.from_bytes(os.pread(descriptor, 4, max(0, end)), "little")
+                if footer_bytes > _MOST_FOOTER_BYTES:
+                    raise ValueError
             except (OSError, ValueError) as error:  # none, not readable, a NUL in its name
                 raise shortage(error) or _no_file(name) from error
             yield descriptor
-
-
-def _open_below(root: Path, name: str, opened: ExitStack) -> int:
-    """Return a descriptor of a Parquet file below a folder.
-
-    Raises:
-        OSError, ValueError: if there is none.
-    """
-    # A name that leads out of the folder and in again would tell what is on its way: folders above,
-    # and in /proc who runs what.
-    if name.startswith("/") or ".." in name.split("/"):
-        raise FileNotFoundError
-    # O_PATH finds a file without opening it: a FIFO would wait, and a device may act.
-    place = os.open(root / name, os.O_PATH | os.O_CLOEXEC)
-    opened.callback(os.close, place)
-    path = Path(_path_of(place)).readlink()
-    is_regular = stat.S_ISREG(os.fstat(place).st_mode)
-    if not (is_regular and path.is_relative_to(root) and path.suffix == ".parquet"):
-        raise FileNotFoundError
-    descriptor = os.open(_path_of(place), os.O_RDONLY | os.O_CLOEXEC)
-    opened.callback(os.close, descriptor)
-    end = os.fstat(descriptor).st_size - 8
-    footer_bytes = int.from_bytes(os.pread(descriptor, 4, max(0, end)), "little")
-    if footer_bytes > _MOST_FOOTER_BYTES:
-        raise ValueError
-    return descriptor
 
 
 def _path_of(descriptor: int) -> str:

@@ -100,12 +100,23 @@ class ReplyDispatcher:
         try:
             while True:
                 if self._leader is queue:
-                    self._lead(queue)
+                    with self._reading:
+                        end = time.perf_counter() + _POLL_SECONDS if self._may_poll() else 0.0
+                        while queue.empty() and not self._is_closed:
+                            keeps_polling = not self._followers and time.perf_counter() < end
+                            if not self._read(0 if keeps_polling else None):
+                                break
                 reply = queue.get()
                 if reply is not _LEAD:
                     return reply
         finally:
-            self._leave(queue)
+            with self._lock:
+                self._followers.pop(queue, None)
+                if self._leader is queue:  # the lead is passed on
+                    self._leader = next(iter(self._followers), None)
+                    if self._leader is not None:
+                        del self._followers[self._leader]
+                        self._leader.put(_LEAD)
 
     def wake(self, queue: SimpleQueue[Any]) -> None:
         """Let a thread notice an entry that did not come over the channel."""
@@ -143,15 +154,6 @@ class ReplyDispatcher:
             os.close(self._wake)
         self._channel.close()
 
-    def _lead(self, queue: SimpleQueue[Any]) -> None:
-        """Read until this queue has an entry or the channel is closed."""
-        with self._reading:
-            end = time.perf_counter() + _POLL_SECONDS if self._may_poll() else 0.0
-            while queue.empty() and not self._is_closed:
-                keeps_polling = not self._followers and time.perf_counter() < end
-                if not self._read(0 if keeps_polling else None):
-                    return
-
     def _read(self, timeout: int | None) -> bool:
         """Deliver what arrives within a timeout; return whether there may be more."""
         for descriptor, _ in self._poll.poll(timeout):
@@ -164,17 +166,6 @@ class ReplyDispatcher:
             except ChannelClosedError:  # `watch` has all requests fail
                 return False
         return True
-
-    def _leave(self, queue: SimpleQueue[Any]) -> None:
-        """Pass the lead on."""
-        with self._lock:
-            self._followers.pop(queue, None)
-            if self._leader is not queue:
-                return
-            self._leader = next(iter(self._followers), None)
-            if self._leader is not None:
-                del self._followers[self._leader]
-                self._leader.put(_LEAD)
 
 
 # ---------------------------------------------------------------------------------------- a request
@@ -366,20 +357,17 @@ class InFlightRequest:
                 self.connection.report(InterruptedBatch(*own, state))
             raise unavailable()
         if isinstance(reply, messages.RequestFinished):
-            self._finish(reply)
+            self._is_over = True
+            if self.alone and not self._is_cancelled:
+                dataset = self.evaluation.dataset_id
+                self.connection.report(ClearedSuspect(dataset, self.digest()))
+            if reply.error is not None:
+                if reply.error.reason == TOO_MANY_FILES:
+                    self.connection.was_not_mapped(self.segment)
+                raise reply.error
+            self.timings = reply.timings
         received: messages.Reply = reply
         return received
-
-    def _finish(self, reply: messages.RequestFinished) -> None:
-        self._is_over = True
-        if self.alone and not self._is_cancelled:
-            dataset = self.evaluation.dataset_id
-            self.connection.report(ClearedSuspect(dataset, self.digest()))
-        if reply.error is not None:
-            if reply.error.reason == TOO_MANY_FILES:
-                self.connection.was_not_mapped(self.segment)
-            raise reply.error
-        self.timings = reply.timings
 
     def cancel(self) -> None:
         """Stop the work, because nobody waits for its result any more."""

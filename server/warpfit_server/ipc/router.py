@@ -573,7 +573,20 @@ class ParallelSearch:
                     self._take(part)
             if is_progress and self._running:
                 return messages.SearchProgressed(self._parts[0].number, self._progress(None))
-        return self._ended()
+        # The last progress; the end comes next.
+        each = [part.timings for part in self._parts if part.timings is not None]
+        if not each:
+            raise UnavailableError(
+                "all engines of the search were lost", "ENGINE_RESTARTING",
+                "Repeat the call after a short wait",
+            )  # fmt: skip
+        longest = {stage: max(getattr(t, stage) for t in each) for stage in STAGES}
+        self.timings = Timings(**longest, tier=each[0].tier)
+        self._end = messages.RequestFinished(self._parts[0].number)
+        reasons = [one.reason for one in self._latest.values() if one.reason is not None]
+        met = SearchReason.TARGET_LOSS
+        reason = met if met in reasons else reasons[0]
+        return messages.SearchProgressed(self._parts[0].number, self._progress(reason))
 
     def _take(self, part: InFlightRequest) -> bool:
         """Note the next reply of an engine, or that it was lost; return whether it is progress."""
@@ -598,22 +611,6 @@ class ParallelSearch:
                     self._running.remove(other)
             return True
         return False
-
-    def _ended(self) -> messages.Reply:
-        """Return the last progress; the end comes next."""
-        each = [part.timings for part in self._parts if part.timings is not None]
-        if not each:
-            raise UnavailableError(
-                "all engines of the search were lost", "ENGINE_RESTARTING",
-                "Repeat the call after a short wait",
-            )  # fmt: skip
-        longest = {stage: max(getattr(t, stage) for t in each) for stage in STAGES}
-        self.timings = Timings(**longest, tier=each[0].tier)
-        self._end = messages.RequestFinished(self._parts[0].number)
-        reasons = [one.reason for one in self._latest.values() if one.reason is not None]
-        met = SearchReason.TARGET_LOSS
-        reason = met if met in reasons else reasons[0]
-        return messages.SearchProgressed(self._parts[0].number, self._progress(reason))
 
     def _progress(self, reason: SearchReason | None) -> SearchProgress:
         """Return the progress of all engines."""

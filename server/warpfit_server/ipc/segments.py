@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
 from types import MappingProxyType
@@ -161,27 +161,22 @@ class SegmentPool:
     def acquire(self, size: int, owner: str = "") -> Segment:
         """Return a segment of at least ``size`` bytes for a tenant, to give back with `release`."""
         capacity = max(_SMALLEST, 1 << (size - 1).bit_length())
-        segment = self._reuse(capacity, owner)
+        segment: Segment | None = None
+        with self._lock:
+            for idle in reversed(self._idle):  # the last one is likely to be in a cache
+                if idle.size == capacity:
+                    if idle.owner == owner:
+                        segment = idle
+                        break
+                    segment = segment or idle
+            if segment is not None:
+                self._take(segment)
         if segment is None:
             segment = self.create(capacity)
         elif segment.owner != owner:
             segment.array("u1", (segment.size,))[...] = 0
         segment.owner = owner
         return segment
-
-    def _reuse(self, capacity: int, owner: str) -> Segment | None:
-        """Take an idle segment, one of the same owner if there is one."""
-        with self._lock:
-            found = None
-            for segment in reversed(self._idle):  # the last one is likely to be in a cache
-                if segment.size == capacity:
-                    if segment.owner == owner:
-                        found = segment
-                        break
-                    found = found or segment
-            if found is not None:
-                self._take(found)
-            return found
 
     def create(self, size: int) -> Segment:
         """Return a fresh, zeroed segment of exactly ``size`` bytes that will not be reused.
@@ -329,7 +324,25 @@ class SegmentLayout(NamedTuple):
     @classmethod
     def of_fit(cls, request: FitRequest, layout: Layout) -> SegmentLayout:
         """Lay out a fit that has been checked."""
-        return cls._of(request.problem, layout, _fit_arrays(request))
+        settings, counts = request.settings, request.problem.batch.parameter_counts.astype(np.int64)
+        total, vectors = int(counts.sum()), request.vectors
+        squares = int(np.square(counts).sum())
+        arrays: list[_Array] = [
+            (name, dtype, (total,))
+            for name, dtype in FIT_SETTING_ARRAYS.items()
+            if getattr(settings, name) is not None
+        ]
+        arrays.append(("parameters", "<f8", (vectors * total,)))
+        arrays += [
+            (name, dtype, (len(counts), vectors)) for name, dtype in FIT_RESULT_ARRAYS.items()
+        ]
+        if settings.standard_errors:
+            arrays.append(("standard_errors", "<f8", (vectors * total,)))
+        if settings.covariance:
+            arrays.append(("covariances", "<f8", (vectors * squares,)))
+        if settings.curvature:
+            arrays.append(("curvatures", "<f8", (vectors * squares,)))
+        return cls._of(request.problem, layout, arrays)
 
     @classmethod
     def _of(cls, evaluation: Evaluation, layout: Layout, others: list[_Array]) -> SegmentLayout:
@@ -349,7 +362,15 @@ class SegmentLayout(NamedTuple):
             inputs += [("loss_values", "<f8", shape), ("loss_codes", "u1", shape)]
         program_bytes = vectors * rows * layout.dtype.itemsize
         counts = programs, tokens, vectors, rows, program_bytes
-        return cls(*counts, *BatchSummary.of(batch), *_placed((*inputs, *others)))
+        # The arrays lie one after the other.
+        places, end = {}, 0
+        for name, dtype, dimensions in (*inputs, *others):
+            places[name] = (dtype, dimensions, end)
+            size = _DTYPES[dtype].itemsize
+            for length in dimensions:
+                size *= length
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return cls(*counts, *BatchSummary.of(batch), places, end)
 
     def split(self, batch: Batch, bounds: Sequence[int]) -> list[SegmentLayout]:
         """Return the layouts of parts of the request, in the segment of the whole one.
@@ -372,30 +393,24 @@ class SegmentLayout(NamedTuple):
         parts = []
         for number, (first, stop) in enumerate(pairwise(bounds)):
             ranges = {name: at[[first, stop]].tolist() for name, at in edges.items()}
-            part = self._part(number, ranges, totals)
+            arrays = dict(self.arrays)
+            dtype, _, offset = arrays["flags"]
+            arrays["flags"] = (dtype, (2,), offset + 2 * number)
+            for name, (dtype, shape, offset) in self.arrays.items():
+                unit = _UNITS.get(name, "programs")
+                if unit == "whole":
+                    continue
+                low, high = ranges[unit]
+                copies = shape[0] // totals[unit] if totals[unit] else 0  # one for each vector
+                row_bytes = math.prod(shape[1:]) * _DTYPES[dtype].itemsize
+                if name in _STARTS:
+                    copies, high = 1, high + 1
+                own = ((high - low) * copies, *shape[1:])
+                arrays[name] = (dtype, own, offset + low * copies * row_bytes)
+            begin, end = ranges["tokens"]
+            part = self._replace(programs=stop - first, tokens=end - begin, arrays=arrays)
             parts.append(part._replace(**BatchSummary.of(batch[first:stop])._asdict()))
         return parts
-
-    def _part(
-        self, number: int, ranges: Mapping[str, Sequence[int]], totals: Mapping[str, int]
-    ) -> SegmentLayout:
-        """Return the layout of a part by its ranges of programs, tokens, parameters, squares."""
-        arrays = dict(self.arrays)
-        dtype, _, offset = arrays["flags"]
-        arrays["flags"] = (dtype, (2,), offset + 2 * number)
-        for name, (dtype, shape, offset) in self.arrays.items():
-            unit = _UNITS.get(name, "programs")
-            if unit == "whole":
-                continue
-            first, stop = ranges[unit]
-            copies = shape[0] // totals[unit] if totals[unit] else 0  # one for each vector
-            row_bytes = math.prod(shape[1:]) * _DTYPES[dtype].itemsize
-            if name in _STARTS:
-                copies, stop = 1, stop + 1
-            own = ((stop - first) * copies, *shape[1:])
-            arrays[name] = (dtype, own, offset + first * copies * row_bytes)
-        (first, stop), (begin, end) = ranges["programs"], ranges["tokens"]
-        return self._replace(programs=stop - first, tokens=end - begin, arrays=arrays)
 
     def array(self, name: str, segment: Segment) -> NDArray[Any] | None:
         """View of an array in the segment; None if this request has none of that name."""
@@ -497,36 +512,3 @@ class SegmentLayout(NamedTuple):
             starts = np.frombuffer(memory, _DTYPES[dtype], count, offset)
             starts[0] = 0
             np.add.accumulate(lengths, out=starts[1:])
-
-
-def _placed(arrays: Iterable[_Array]) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], int]:
-    """Lay arrays out one after the other; return their places and the end."""
-    places, end = {}, 0
-    for name, dtype, shape in arrays:
-        places[name] = (dtype, shape, end)
-        size = _DTYPES[dtype].itemsize
-        for length in shape:
-            size *= length
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return places, end
-
-
-def _fit_arrays(request: FitRequest) -> list[_Array]:
-    """Arrays of a fit: inputs beside its batch, and results."""
-    settings, counts = request.settings, request.problem.batch.parameter_counts.astype(np.int64)
-    total, vectors = int(counts.sum()), request.vectors
-    squares = int(np.square(counts).sum())
-    arrays: list[_Array] = [
-        (name, dtype, (total,))
-        for name, dtype in FIT_SETTING_ARRAYS.items()
-        if getattr(settings, name) is not None
-    ]
-    arrays.append(("parameters", "<f8", (vectors * total,)))
-    arrays += [(name, dtype, (len(counts), vectors)) for name, dtype in FIT_RESULT_ARRAYS.items()]
-    if settings.standard_errors:
-        arrays.append(("standard_errors", "<f8", (vectors * total,)))
-    if settings.covariance:
-        arrays.append(("covariances", "<f8", (vectors * squares,)))
-    if settings.curvature:
-        arrays.append(("curvatures", "<f8", (vectors * squares,)))
-    return arrays

@@ -291,23 +291,13 @@ class CallHandlers:
 
     def handlers(self, methods: Mapping[str, Method], observer: Observer) -> dict[str, Any]:
         """Return gRPC's handlers by the name of the method."""
-        return {
-            name: grpc.stream_stream_rpc_method_handler(
-                partial(self._serve, name, method, observer)
-            )
-            for name, method in methods.items()
-        }
 
-    def _serve(
-        self,
-        name: str,
-        method: Method,
-        observer: Observer,
-        messages: Iterator[bytes],
-        context: Any,
-    ) -> Iterator[bytes]:
-        """Answer the requests of a call."""
-        return Call(self, name, method, observer, messages, context).serve()
+        def handler(name: str, method: Method) -> Any:
+            return grpc.stream_stream_rpc_method_handler(
+                lambda given, context: Call(self, name, method, observer, given, context).serve()
+            )
+
+        return {name: handler(name, method) for name, method in methods.items()}
 
     def may_poll(self) -> bool:
         """Return whether a call may spend a core on waiting for the engine's answer.
@@ -499,38 +489,30 @@ class Call:
                 handlers.held.release()
 
     def _begin(self, message: bytes | None) -> bool:
-        """Admit a request, whose message is there if it is not the first; return False if not."""
+        """Admit a request, whose message is there if it is not the first; return False if not.
+
+        The open call is counted, and the bytes that its message may have.
+        """
         own = self._name, self._id, time.monotonic_ns(), ANONYMOUS, self._metadata
         self.record = CallRecord(*own)
         try:
-            self._admit(message)
+            handlers, admission = self._handlers, self._handlers.admission
+            tenant = handlers.authenticator.authenticate(self._context, self.record.metadata)
+            self.record.tenant = tenant
+            limits = self.limits = admission.limits(tenant)
+            admission.check_rate(tenant, limits.rate)
+            if not self._is_open:
+                handlers.make_way(tenant, self._open)
+                self._is_open = True
+            if message is None:
+                handlers.make_way(tenant, partial(admission.await_message, tenant))
+                self._nbytes = admission.message_bytes
         except Exception as error:
             self._fail(error)
             self._observer.end(self.record, ended_status(self._context))
             return False
         self._observer.begin(self.record)
         return True
-
-    def _admit(self, message: bytes | None) -> None:
-        """Find the tenant, and count the open call and the bytes that its message may have.
-
-        Raises:
-            UnauthenticatedError: without valid credentials.
-            PermissionDeniedError: if the tenant is suspended.
-            ResourceExhaustedError: if it comes too soon, or too much is open or in flight.
-        """
-        handlers, record = self._handlers, self.record
-        admission = handlers.admission
-        tenant = handlers.authenticator.authenticate(self._context, record.metadata)
-        record.tenant = tenant
-        limits = self.limits = admission.limits(tenant)
-        admission.check_rate(tenant, limits.rate)
-        if not self._is_open:
-            handlers.make_way(tenant, self._open)
-            self._is_open = True
-        if message is None:
-            handlers.make_way(tenant, partial(admission.await_message, tenant))
-            self._nbytes = admission.message_bytes
 
     def _open(self) -> None:
         """Count the call as open.
@@ -577,7 +559,13 @@ class Call:
             self._held_seconds = self._handlers.hold(*own)
             error.retry_after -= self._held_seconds
         fail_call(self._context, error, self.record.trailing)
-        _clear_tracebacks(error)
+        # The error with which gRPC says that a client has gone is held by a frame of its own
+        # traceback. This reference cycle would keep the call's last messages until Python's garbage
+        # collector runs, which may be a thousand calls later.
+        held: BaseException | None = error
+        while held is not None:
+            held.__traceback__ = None
+            held = held.__context__
 
     def _answer(self, message: bytes | None) -> Generator[bytes, None, bytes | None]:
         """Yield the messages of an answer; return the last one unless that is long."""
@@ -608,22 +596,19 @@ class Call:
             self.end_turn()
             if self._method.streams:
                 self._charge()
-            self._give_back()
+            # It is counted no more, but for the longest message if another one may come.
+            handlers, tenant = self._handlers, self.record.tenant
+            counted = self._take_place(), self._nbytes, self._nanoseconds
+            self._nbytes = self._nanoseconds = 0
+            may_wait = self._method.streams and not (self._has_failed or self._is_over)
+            may_wait = may_wait and not (handlers.is_draining or handlers.open_calls.are_scarce)
+            if may_wait and handlers.admission.wait(tenant, counted):
+                self._nbytes = handlers.admission.message_bytes
+            else:
+                handlers.admission.give_back(tenant, counted)
             is_well = not (self._has_failed or self._is_over)
             self._observer.end(self.record, "OK" if is_well else ended_status(self._context))
         return last
-
-    def _give_back(self) -> None:
-        """Count the request no more, but the longest message if another one may come."""
-        handlers, tenant = self._handlers, self.record.tenant
-        counted = self._take_place(), self._nbytes, self._nanoseconds
-        self._nbytes = self._nanoseconds = 0
-        may_wait = self._method.streams and not (self._has_failed or self._is_over)
-        may_wait = may_wait and not (handlers.is_draining or handlers.open_calls.are_scarce)
-        if may_wait and handlers.admission.wait(tenant, counted):
-            self._nbytes = handlers.admission.message_bytes
-        else:
-            handlers.admission.give_back(tenant, counted)
 
     def _enter(self, message: bytes | None) -> Any:
         """Count a request whose first message has arrived as a call in flight.
@@ -722,18 +707,6 @@ class Call:
         finally:
             handlers.timeouts.end(context)
             handlers.waiting.discard(context)
-
-
-def _clear_tracebacks(error: BaseException | None) -> None:
-    """Release the frames that an error has left, with all that they hold.
-
-    The error with which gRPC says that a client has gone is held by a frame of its own traceback.
-    This reference cycle would keep the call's last messages until Python's garbage collector runs,
-    which may be a thousand calls later.
-    """
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__context__
 
 
 def _too_large(nbytes: int, most: int) -> ResourceExhaustedError:

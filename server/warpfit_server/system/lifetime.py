@@ -120,24 +120,16 @@ def sweep(parent: Path) -> None:
     for directory in parent.glob(f"{_PREFIX}*"):
         try:
             status = directory.lstat()
-            if status.st_uid == os.geteuid() and _is_abandoned(directory / _LOCK):
-                shutil.rmtree(directory)
-                _LOG.info("removed %s, which a server that was killed left behind", directory)
+            if status.st_uid != os.geteuid():
+                continue
+            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue  # its server holds the lock
+            finally:
+                os.close(lock)
+            shutil.rmtree(directory)
+            _LOG.info("removed %s, which a server that was killed left behind", directory)
         except OSError as error:  # for example, another server is removing it
             _LOG.debug("%s was not removed: %s", directory, error)
-
-
-def _is_abandoned(lock: Path) -> bool:
-    """Return whether no process holds the lock on a file.
-
-    Raises:
-        OSError: if there is no such file, or it cannot be locked.
-    """
-    descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True

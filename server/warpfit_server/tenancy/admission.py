@@ -301,29 +301,25 @@ class Admission:
             needed += exceeded.used
         else:  # how much other tenants have in flight is secret
             message = f"too many {what} and the limit of the server is {exceeded.limit}"
-        raise ResourceExhaustedError(
-            message,
-            reason,
-            f"Retry with back-off, or start the server with a higher {flag}",
-            needed=needed,
-            available=exceeded.limit,
-            retry_after=self._retry_after(),
-        )
-
-    def _retry_after(self) -> float:
-        """Return the seconds after which a call that is refused now should come again.
-
-        The first retries when the running call is expected to have ended, each later one when a
-        further call has, so that they do not all compete for the same place. The length of a call
-        is rounded up to one of seven, because most calls may be those of other tenants.
-        """
+        # The first call that is refused retries when the running one is expected to have ended,
+        # each later one when a further call has, so that they do not all compete for the same
+        # place. The length of a call is rounded up to one of seven, because most calls may be those
+        # of other tenants.
         used = self.quotas.in_flight()
         length, each = used.engine_ns / 1e9 / max(1, used.calls), _SHORTEST_RETRY
         while each < min(_LONGEST_RETRY, length):
             each *= _RETRY_STEP
         each = min(_LONGEST_RETRY, each)
         step = each / math.sqrt(_RETRY_STEP)  # as long as calls are on average that are rounded up
-        return self.quotas.retry_delay(time.monotonic(), each, step)
+        retry_after = self.quotas.retry_delay(time.monotonic(), each, step)
+        raise ResourceExhaustedError(
+            message,
+            reason,
+            f"Retry with back-off, or start the server with a higher {flag}",
+            needed=needed,
+            available=exceeded.limit,
+            retry_after=retry_after,
+        )
 
 
 # -------------------------------------------------------------------------------------------- turns

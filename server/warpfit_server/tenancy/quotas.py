@@ -260,26 +260,25 @@ class QuotaTable:
         """Return where a tenant's entry begins, making one if there is none; it never moves."""
         offset = self._offsets.get(tenant)
         if offset is None:
-            offset = self._offsets[tenant] = self._find_entry(tenant)
+            # Its own entry, else a free one, else one that is shared; linear probing.
+            digest = hashlib.sha256(tenant.encode()).digest()
+            key = int.from_bytes(digest[:7], "little") | 1  # never 0, the key of a free entry
+            with self._lock:
+                fcntl.lockf(self.descriptor, fcntl.LOCK_EX)  # excludes the other processes
+                try:
+                    for step in range(_ENTRIES):
+                        offset = (1 + (key + step) % _ENTRIES) * self._entry_words
+                        if self._words[offset + _KEY] in (key, 0):
+                            self._words[offset + _KEY] = key
+                            break
+                    else:
+                        offset = (1 + key % _ENTRIES) * self._entry_words
+                finally:
+                    fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
+            self._offsets[tenant] = offset
             if len(self._offsets) > _ENTRIES:
                 self._offsets.clear()
         return offset
-
-    def _find_entry(self, tenant: str) -> int:
-        """Find a tenant's entry, else take a free one, else share one; linear probing."""
-        digest = hashlib.sha256(tenant.encode()).digest()
-        key = int.from_bytes(digest[:7], "little") | 1  # never 0, the key of a free entry
-        with self._lock:
-            fcntl.lockf(self.descriptor, fcntl.LOCK_EX)  # excludes the other processes
-            try:
-                for step in range(_ENTRIES):
-                    offset = (1 + (key + step) % _ENTRIES) * self._entry_words
-                    if self._words[offset + _KEY] in (key, 0):
-                        self._words[offset + _KEY] = key
-                        return offset
-            finally:
-                fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
-        return (1 + key % _ENTRIES) * self._entry_words
 
 
 def _table_bytes(processes: int, engines: int) -> int:

@@ -32,7 +32,7 @@ import hashlib
 import logging
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -118,23 +118,21 @@ class TenantLimits:
         if limits is None:
             if len(computed) > len(sections.tenants) + _MOST_REMEMBERED:
                 computed.clear()
-            limits = computed[tenant] = self._compute(tenant, sections)
+            section = sections.tenants.get(tenant, sections.default)
+            if section.suspended:
+                raise PermissionDeniedError(
+                    f"tenant {tenant} is suspended", "TENANT_SUSPENDED", "Ask the server's operator"
+                )
+            shared = {"requests": max(1, int(self.share * self.server.requests))}
+            shared["searches"] = math.ceil(self.share * self.server.searches)
+            part = _RESIDENT_SHARE if self.is_shared else 1.0
+            resident = int(part * self.server.resident_bytes)
+            own: dict[str, Any] = {**shared, "resident_bytes": resident}
+            for name, value in {**sections.default.limits, **section.limits}.items():
+                most = shared.get(name, getattr(self.server, name))
+                own[name] = min(value, most) if name in BOUNDED else value
+            limits = computed[tenant] = replace(self.server, **own)
         return limits
-
-    def _compute(self, tenant: str, sections: _Sections) -> Limits:
-        section = sections.tenants.get(tenant, sections.default)
-        if section.suspended:
-            raise PermissionDeniedError(
-                f"tenant {tenant} is suspended", "TENANT_SUSPENDED", "Ask the server's operator"
-            )
-        shared = {"requests": max(1, int(self.share * self.server.requests))}
-        shared["searches"] = math.ceil(self.share * self.server.searches)
-        resident = int((_RESIDENT_SHARE if self.is_shared else 1.0) * self.server.resident_bytes)
-        limits: dict[str, Any] = {**shared, "resident_bytes": resident}
-        for name, value in {**sections.default.limits, **section.limits}.items():
-            most = shared.get(name, getattr(self.server, name))
-            limits[name] = min(value, most) if name in BOUNDED else value
-        return replace(self.server, **limits)
 
 
 def _read(path: Path) -> _Sections:
@@ -231,26 +229,22 @@ class TokenFile:
         found: dict[bytes, _BearerToken] = {}
         for number, line in enumerate(lines, 1):
             if words := line.split("#")[0].split():
-                digest, token = self._parse(number, words)
+                try:
+                    tenant, digest = words[0], bytes.fromhex(words[1].removeprefix("sha256:"))
+                    until = datetime.fromisoformat(words[2]) if len(words) > 2 else None
+                    if len(digest) != 32 or len(words) > 3 or len(tenant.encode()) > _NAME_BYTES:
+                        raise ValueError
+                    if not tenant.isprintable() or digest == token_digest(""):
+                        raise ValueError
+                except (ValueError, IndexError):
+                    place = f"line {number} of the token file {self._path}"
+                    raise self._wrong(f"{place} is wrong") from None
+                if until is not None and until.tzinfo is None:
+                    until = until.replace(tzinfo=UTC)
                 if digest in found:
                     raise self._wrong(f"line {number} of {self._path} has another line's token")
-                found[digest] = token
+                found[digest] = _BearerToken(tenant, until)
         return found
-
-    def _parse(self, number: int, words: Sequence[str]) -> tuple[bytes, _BearerToken]:
-        """Read the words of a line: a token's digest, and whose it is."""
-        try:
-            tenant, digest = words[0], bytes.fromhex(words[1].removeprefix("sha256:"))
-            until = datetime.fromisoformat(words[2]) if len(words) > 2 else None
-            if len(digest) != 32 or len(words) > 3 or len(tenant.encode()) > _NAME_BYTES:
-                raise ValueError
-            if not tenant.isprintable() or digest == token_digest(""):
-                raise ValueError
-        except (ValueError, IndexError):
-            raise self._wrong(f"line {number} of the token file {self._path} is wrong") from None
-        if until is not None and until.tzinfo is None:
-            until = until.replace(tzinfo=UTC)
-        return digest, _BearerToken(tenant, until)
 
     @staticmethod
     def _wrong(problem: str) -> InvalidArgumentError:
@@ -278,29 +272,29 @@ class Authenticator:
             UnauthenticatedError: without valid credentials.
         """
         if self.tokens is None:
-            return _common_name(context) if self.certificates else ANONYMOUS
+            if not self.certificates:
+                return ANONYMOUS
+            names = context.auth_context().get("x509_common_name", ())
+            if not names or not names[0]:
+                raise _refused(
+                    "the client certificate has no common name", "CERTIFICATE_WITHOUT_NAME"
+                )
+            name = str(names[0].decode("utf-8", errors="backslashreplace"))
+            if len(name.encode()) > _NAME_BYTES:
+                raise _refused(
+                    f"the common name of the client certificate has more than {_NAME_BYTES} bytes",
+                    "CERTIFICATE_NAME_TOO_LONG",
+                )
+            if not name.isprintable():
+                raise _refused(
+                    "the common name of the client certificate has control characters",
+                    "CERTIFICATE_NAME_UNPRINTABLE",
+                )
+            return name
         value = metadata.get(TOKEN_METADATA_KEY, "")
         if not value.lower().startswith(_SCHEME):
             raise _refused("the call carries no token", "TOKEN_MISSING")
         return self.tokens.tenant(str(value[len(_SCHEME) :].strip()))
-
-
-def _common_name(context: Any) -> str:
-    names = context.auth_context().get("x509_common_name", ())
-    if not names or not names[0]:
-        raise _refused("the client certificate has no common name", "CERTIFICATE_WITHOUT_NAME")
-    name = str(names[0].decode("utf-8", errors="backslashreplace"))
-    if len(name.encode()) > _NAME_BYTES:
-        raise _refused(
-            f"the common name of the client certificate has more than {_NAME_BYTES} bytes",
-            "CERTIFICATE_NAME_TOO_LONG",
-        )
-    if not name.isprintable():
-        raise _refused(
-            "the common name of the client certificate has control characters",
-            "CERTIFICATE_NAME_UNPRINTABLE",
-        )
-    return name
 
 
 def _refused(message: str, reason: str) -> UnauthenticatedError:
