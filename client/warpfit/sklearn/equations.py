@@ -88,11 +88,11 @@ class Equation:
     structure_length: float = 0.0
     """Part of ``predictive_length`` that the structure counts; 0 for the linear regression."""
     surprise: float = 0.0
-    """Nats that a choice adds to ``description_length`` of a formula of squares that leaves more
-    than a hundredth of the variance. Asked are rows unlike all others, whose variables come from
-    different rows and are up to half as far out again. Where values leave the range of the target
-    there, with a quarter of that for room, and that of a linear model, by d ranges of the target,
-    it is 15 log(1 + d). It is at least 15 where a formula has a pole, or no value."""
+    """Nats that a choice adds to ``description_length``. A formula of squares that leaves more
+    than a hundredth of the variance has 15 if it is a surprise on rows unlike all others, whose
+    variables come from different rows and are up to half as far out again: if it leaves the range
+    of the target there, with a quarter of that for room, and that of a linear model, as at a
+    pole."""
     taken_by_constants: float = 0.0
     """Nats that a choice adds to ``description_length`` where there are fewer than 40 rows: each
     constant takes a row's worth of what they say. Otherwise 0."""

@@ -72,13 +72,11 @@ _BIAS: Final = 5e-3
 _FARTHEST: Final = 0.03
 _OF_OTHERS: Final = 0.5
 _PREDICTED: Final = 0.25
-#: How much less likely, in nats, a formula is that has no value on rows unlike all others, or
-#: leaves the range of the target and of a linear model there by e - 1 ranges of the target; the
-#: room beside that range; most ranges that count; and most part of a distance by which the rows are
-#: farther out.
+#: How much less likely a formula is, in nats, that leaves the range of the target and of a linear
+#: model, widened by part of the former, on rows unlike all others; and most part of a distance by
+#: which these are farther out.
 _STRAYING: Final = 15.0
 _ROOM: Final = 0.25
-_MOST_RANGES: Final = 1e6
 _BEYOND: Final = 0.5
 #: Part of a number, or of its variable's range, that nobody measures.
 _UNMEASURED: Final = 1e-7
@@ -123,7 +121,7 @@ class Selection:
     """Predictive lengths, as `Equation.predictive_length`."""
     _least_error: float = math.inf
     """Least mean squared error of a formula in a cross-validation."""
-    _straying: dict[Program, float] = field(default_factory=dict)
+    _straying: dict[Program, bool] = field(default_factory=dict)
     _bulks: dict[Program, tuple[float, float]] = field(default_factory=dict)
 
     def hold_out(self, rows: Indices) -> None:
@@ -204,7 +202,7 @@ class Selection:
     def surprise(self, program: Program, loss: float) -> float:
         """Return `Equation.surprise` of a formula with a loss above the least one."""
         is_noisy = loss > self.limit(_LEAST_NOISE)
-        return self.straying(program) if is_noisy else 0.0
+        return _STRAYING if is_noisy and self.strays(program) else 0.0
 
     @cached_property
     def _deviance_of_scale(self) -> float:
@@ -322,7 +320,7 @@ class Selection:
             level = max(error, ROUNDING * self.scale, math.ulp(0.0))
             self._least_error = min(self._least_error, level)
             length = 0.5 * self.amount() * math.log(level) if level < math.inf else math.inf
-            length += self.structure_length(program) + self.straying(program)
+            length += self.structure_length(program) + _STRAYING * self.strays(program)
             self.lengths[program] = length + count
 
     def structure_length(self, program: Program) -> float:
@@ -474,36 +472,23 @@ class Selection:
             change = change - reference.evaluate_program(program, X)
             return bool(np.mean(np.square(change)) > _LEAST_NOISE * self._variance)
 
-    def straying(self, program: Program) -> float:
-        """Return how much less likely, in nats, values on rows unlike all others make a formula.
-
-        They are a surprise where they leave the range of what is known, which counts the more the
-        farther they go: at a pole they go a thousand times as far as a square does.
-        """
+    def strays(self, program: Program) -> bool:
+        """Tell whether a formula has values on rows unlike all others that are a surprise."""
         grouped = self.training.groups is not None  # each group has a range of its own
         if not self.loss.is_squares or program.variables == 0 or grouped:
-            return 0.0
+            return False
         if program not in self._straying:
-            far, is_unknown = self._ranges_left(program, self._unlike)
-            # A narrow pole may be between all rows, those that are made up, too. How far values go
-            # beside it says nothing: these rows are as near as can be.
-            low, high = self.training.rows.min(axis=0), self.training.rows.max(axis=0)
-            region = DefinedRegion(program, low, high, np.empty((len(low), 0)), _BOXES)
-            is_unknown |= self._ranges_left(program, region.open_points) != (0.0, False)
-            nats = _STRAYING * max(math.log1p(min(far, _MOST_RANGES)), float(is_unknown))
-            self._straying[program] = nats
+            stays = self._stays(program, self._unlike)
+            if stays:  # also next to poles: a narrow one may be between all rows, made up or not
+                low, high = self.training.rows.min(axis=0), self.training.rows.max(axis=0)
+                region = DefinedRegion(program, low, high, np.empty((len(low), 0)), _BOXES)
+                stays = self._stays(program, region.open_points)
+            self._straying[program] = not stays
         return self._straying[program]
 
-    def _ranges_left(self, program: Program, rows: Floats) -> tuple[float, bool]:
-        """Return how far values leave the range of what is known, and whether there are not all.
-
-        The distance is in ranges of the target.
-        """
+    def _stays(self, program: Program, rows: Floats) -> bool:
         values, (low, high) = reference.evaluate_program(program, rows), self._range
-        known = values[~np.isnan(values)]
-        farthest = float(np.maximum(low - known, known - high).max(initial=0.0))
-        ranges = farthest / max(float(np.ptp(self.training.target)), math.ulp(0.0))
-        return ranges, len(known) < len(values)
+        return bool(((values >= low) & (values <= high)).all())
 
     @cached_property
     def _unlike(self) -> Floats:
