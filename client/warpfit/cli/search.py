@@ -179,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
         "--digits", type=whole_from(1), default=4, metavar="N", help="that are printed (default: 4)"
     )
     add("--max-size", type=whole_from(1), metavar="N",
-        help="most tokens (default: 29, and any of linear regression)")  # fmt: skip
+        help="most tokens (default: 41, and any of linear regression)")  # fmt: skip
     add("--random-state", type=_seed, default=0, metavar="SEED",
         help="from 0 to 4294967295 (default: 0)")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write the front as JSON")

@@ -229,7 +229,7 @@ def _by_prediction(front: Sequence[Equation]) -> Equation:
     if null is not None:
         # Chosen before the linear regression is what has a predictive length that is less by two
         # nats, or predicts better both in the cross-validation, where its structure does not count,
-        # and on the rows that no fit has seen.
+        # and on the rows that no fit has seen. Of few rows that is chance, if it has a pole.
         least = null.predictive_length - _ALIKE
         error = null.predictive_length - null.structure_length
         known = [
@@ -239,6 +239,7 @@ def _by_prediction(front: Sequence[Equation]) -> Equation:
             or (
                 each.predictive_length - each.structure_length < error
                 and each.r2_held_out > null.r2_held_out
+                and each.surprise == 0.0
             )
         ] or [null]
     least = min(equation.predictive_length for equation in known)

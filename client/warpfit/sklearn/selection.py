@@ -9,7 +9,8 @@ A search that tries many formulas finds one that fits noise, so that losses alon
 3. Nothing has chosen the linear regression of all variables. So its structure counts nothing, and
    a formula has to predict better by what its own structure counts, or to predict better both in
    the cross-validation and on the rows that no fit has seen: it is the null model.
-4. No row tells of a formula that explodes on the next one. Rows that are made up do.
+4. No row tells of a formula that explodes on the next one, which is a surprise. Rows that are made
+   up do.
 5. Of noise with heavy tails a formula with a pole explains the few rows that are farthest out. So
    it has to explain the others, too, or to predict rows that no fit has seen.
 

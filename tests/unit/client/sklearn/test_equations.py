@@ -352,21 +352,23 @@ def test_what_only_decorates_is_not_among_the_equations():
 
 
 @pytest.mark.parametrize(
-    ("r2", "structure", "chosen"),
+    ("r2", "structure", "surprise", "chosen"),
     [
-        (0.51, 3.5, 0),  # better on rows that no fit has seen, and in the cross-validation
-        (0.49, 3.5, 1),
-        (0.51, 1.5, 1),
-        (math.nan, 3.5, 1),
+        (0.51, 3.5, 0.0, 0),  # better on rows that no fit has seen, and in the cross-validation
+        (0.49, 3.5, 0.0, 1),
+        (0.51, 1.5, 0.0, 1),
+        (math.nan, 3.5, 0.0, 1),
+        (0.51, 3.5, 15.0, 1),  # its pole is not among these rows
     ],
 )
 def test_linear_regression_is_not_chosen_where_a_formula_predicts_all_rows_better(
-    r2, structure, chosen
+    r2, structure, surprise, chosen
 ):
     programs = [parse("exp(x1)"), parse("x1 + 2*x2 + 3*x3 + 4*x4")]
     lengths = dict(zip(programs, [33.0, 31.0], strict=True))
     counted = dict(zip(programs, [structure, 0.0], strict=True))
     options = {"predictive": lengths, "null": programs[1], "structure": counted.__getitem__}
+    options["surprise"] = lambda program, _: surprise * (program == programs[0])
     front = front_of(programs, [1.5, 1.2], [r2, 0.5], **options)
     assert front[selected(front, "prediction")].program == programs[chosen]
 
