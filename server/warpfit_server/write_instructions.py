@@ -1,6 +1,6 @@
 """Writes the instructions that come with the sources; see `engine.native.instructions`.
 
-After a change of what the CPU engine compiles, and of the host code of the CUDA engine::
+After any change, be it of a comment, of a file that `_sources` of `system.compile_cache` lists::
 
     python -m warpfit_server.write_instructions
 """
