@@ -26,8 +26,8 @@ _STOP_SECONDS: Final = 15.0
 #: Seconds that calls of other processes may take to finish when the server ends.
 _GRACE_SECONDS: Final = 2.0
 _POLL_SECONDS: Final = 0.02
-#: Seconds of a start after which the log says what may take so long.
-_SILENT_SECONDS: Final = 3.0
+#: What a server's log says where it compiles its code.
+_COMPILING: Final = "(first start only)"
 #: Most bytes of the end of the log that are read.
 _MOST_READ: Final = 1 << 16
 #: Characters of the end of the log that an error quotes; its message has at most 480 bytes.
@@ -37,6 +37,8 @@ READY: Final = re.compile(r"warpfit listening on (\S+:\d+)")
 #: Pipes to the servers of this process, which tell them its end. A child that is forked closes
 #: them, because it may live longer.
 _PIPES: Final[WeakSet[IO[bytes]]] = WeakSet()
+#: What this process has said, which it says once.
+_SAID: Final[set[str]] = set()
 
 
 if hasattr(os, "register_at_fork"):  # which Windows has not
@@ -115,16 +117,17 @@ def require_server() -> None:
 
 
 def _wait_for_address(process: subprocess.Popen[bytes], log: IO[bytes], seconds: float) -> str:
-    begun, is_said = time.monotonic(), False
+    begun = time.monotonic()
     while process.poll() is None and time.monotonic() < begun + seconds:
-        if not is_said and time.monotonic() > begun + _SILENT_SECONDS:
-            is_said = True
+        written = _written(log)
+        if _COMPILING in written and _COMPILING not in _SAID:
+            _SAID.add(_COMPILING)
             _LOG.warning(
-                "warpfit: a server starts on this machine. A first start compiles code for "
-                "up to a minute, for which a first fit waits; later starts take seconds. "
-                "`warpfit precompile` does so beforehand"
+                "warpfit: the first server on this machine compiles its code for up to a minute, "
+                "for which a first fit waits; later starts take seconds. `warpfit precompile` does "
+                "so beforehand"
             )
-        if found := READY.search(_written(log)):
+        if found := READY.search(written):
             return found[1]
         time.sleep(_POLL_SECONDS)
     status = process.poll()

@@ -307,14 +307,19 @@ def fake_server(tmp_path, monkeypatch):
 
 
 def test_an_embedded_server_that_never_gets_ready(fake_server, monkeypatch, caplog):
-    monkeypatch.setattr(embedded, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(embedded, "_SAID", set())
     fake_server("import time\ntime.sleep(60)")
-    with (
-        pytest.raises(UnavailableError, match="did not get ready in time"),
-        embedded.embedded_server(start_seconds=0.3),
-    ):
-        pass
-    assert "first start compiles" in caplog.text
+    for compiles in (False, True, True):  # of which it tells a user once
+        if compiles:
+            line = "compiling values-0 into /cache (first start only)"
+            fake_server(f"import time\nprint({line!r}, flush=True)\ntime.sleep(60)")
+        with (
+            pytest.raises(UnavailableError, match="did not get ready in time"),
+            embedded.embedded_server(start_seconds=0.5),
+        ):
+            pass
+        assert ("compiles its code" in caplog.text) == compiles
+    assert caplog.text.count("compiles its code") == 1
 
 
 def test_an_embedded_server_that_dies_is_not_waited_for(fake_server):
