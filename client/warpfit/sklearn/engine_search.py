@@ -24,7 +24,7 @@ from warpfit.expressions import reference
 from warpfit.formulas.units import BASES
 from warpfit.ir import Batch, Program
 from warpfit.losses import Loss, TargetStatistics, as_function, close_losses
-from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
+from warpfit.ops import CONSTANT, OPERATORS, VARIABLE, Operator
 from warpfit.parse import MACROS, Macro
 from warpfit.searching import FIRST_DEFINITION, SearchReason
 from warpfit.sklearn.constraints import operator_name
@@ -56,6 +56,8 @@ _REASONS: Final = {
     SearchReason.IDLE: "early_stopping",
     SearchReason.CANCELLED: "callback",
 }
+#: Rounding errors of a sum, as part of its largest term.
+_ROUNDED: Final = 1e-12
 #: Reasons for which a round is the last one.
 _ENDS: Final = ("tolerance", "callback")
 #: Generations that do not limit a search that has a time.
@@ -208,6 +210,32 @@ class _Known(NamedTuple):
     size: int
     loss: float
     """Loss on the sample above the least possible."""
+
+
+def _without_rounding(formula: Genomes, columns: Floats) -> Genomes:
+    """Leave out terms that are rounding errors of a sum, and what varies by no more than these."""
+
+    def leaf(code: int, value: float) -> tuple[Program, Floats]:
+        own = Program([code], [value])
+        return own, reference.evaluate_program(own, columns)
+
+    def join(operator: Operator, parts: list[tuple[Program, Floats]]) -> tuple[Program, Floats]:
+        if operator.name in ("add", "sub"):
+            first, second = (np.abs(values).max() for _, values in parts)
+            if second <= _ROUNDED * first:
+                return parts[0]
+            if first <= _ROUNDED * second and operator.name == "add":
+                return parts[1]
+        own = Program.apply(operator, *(program for program, _ in parts))
+        values = reference.evaluate_program(own, columns)
+        if own.variables and np.ptp(values) <= _ROUNDED * np.abs(values).max():
+            own = Program.constant(float(values.mean()))
+        return own, values
+
+    program = formula.program(0)
+    with np.errstate(all="ignore"):
+        found = program.fold(leaf, join)[0]
+    return formula if found == program else Genomes.of([found])
 
 
 @dataclass(slots=True)
@@ -420,9 +448,10 @@ class EngineFound:
         found = [known.inner for known in self._front()[::-1]]
         if not found:
             return Genomes.of([])
-        every = joined(found)
         if isinstance(self.task.form, TemplateForm):
-            return every
+            return joined(found)
+        columns = self.task.training.rows[self.task.sample].T
+        every = joined([_without_rounding(own, columns) for own in found])
         parts: list[Genomes] = []
         for row in range(len(every)):
             ends = np.arange(every.starts[row], every.starts[row + 1] - 1)[::-1]
