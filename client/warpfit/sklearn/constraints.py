@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from warpfit.errors import InvalidArgumentError, did_you_mean
+from warpfit.errors import InvalidArgumentError, bad_setting, did_you_mean
+from warpfit.expressions.language import ALIASES
 from warpfit.expressions.reference import evaluate_program
 from warpfit.formulas.units import joined
 from warpfit.ir import Program
@@ -45,21 +46,24 @@ _BY_SYMBOL: Final = {
 
 
 def operator_name(given: str, field: str = "operators") -> str:
-    """Return the name of an operator that is given by its name or its symbol.
+    """Return the name of an operator that is given by its name, its symbol or an alias of texts.
 
     Raises:
         InvalidArgumentError: if there is none.
 
     """
-    name = _BY_SYMBOL.get(given, given)
+    name = _BY_SYMBOL.get(given, ALIASES.get(given, given))
     if name not in OPERATORS and MACROS.find(name) is None:
+        begins = [one for one in function_names() if len(one) > 2 and given.startswith(one)]
+        meant = f"Did you mean {max(begins, key=len)}?" if begins else ""
         raise InvalidArgumentError(
             f"operator {given!r} is not known",
             "UNKNOWN_OPERATOR",
-            did_you_mean(
+            meant
+            or did_you_mean(
                 given,
-                function_names(),
-                f"Choose from {', '.join([*function_names(), *_BY_SYMBOL])}",
+                [*function_names(), *ALIASES],
+                "OPERATORS.md lists them, and warpfit.define(name, formula) adds one",
             ),
             field,
         )
@@ -80,9 +84,10 @@ def operator_names(given: Sequence[str]) -> tuple[str, ...]:
         InvalidArgumentError: if one is not known, or there is none.
 
     """
-    is_one = isinstance(given, str) or not isinstance(given, Sequence)
-    several: Sequence[Any] = [given] if is_one else given
-    names = tuple(dict.fromkeys(map(operator_name, several)))
+    if not isinstance(given, Sequence):
+        raise bad_setting("operators", given, "a list; client.search takes weights of operators")
+    several: Sequence[Any] = [given] if isinstance(given, str) else given
+    names = tuple(dict.fromkeys(operator_name(str(one)) for one in several))
     if not names:
         raise InvalidArgumentError(
             "there are no operators", "UNKNOWN_OPERATOR", "Name at least one", "operators"

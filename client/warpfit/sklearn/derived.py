@@ -6,6 +6,7 @@ scikit-learn's meta-estimators do.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any, Final, Self
 
@@ -22,7 +23,14 @@ from warpfit.expressions.real_numbers import require_order
 from warpfit.ir import Program
 from warpfit.losses import LossFunction
 from warpfit.sklearn.estimator import Floats, unchanged_by_failure
-from warpfit.sklearn.keywords import OF_OTHER_ESTIMATORS, AnswersOtherWords, explains_keywords
+from warpfit.sklearn.keywords import (
+    OF_OTHER_ESTIMATORS,
+    AnswersOtherWords,
+    Translation,
+    Without,
+    explains_keywords,
+    is_code,
+)
 from warpfit.sklearn.regressor import SymbolicRegressor
 
 #: Log loss of a target of 0 and 1 by the logarithm of the odds, written so that it overflows
@@ -34,11 +42,44 @@ _MOST_ODDS: Final = 700.0
 _CONSTANT: Final = 1e-9
 #: Features that are correlated more than this are one.
 _SAME: Final = 0.99
+
+
+def _in_search(name: str, other: Translation | None) -> Translation:
+    """Return what to write instead of a keyword that belongs into the search."""
+    if isinstance(other, Without) or (isinstance(other, str) and " of fit" in other):
+        return other
+
+    def translation(value: Any) -> str:
+        text = other(value) if callable(other) else other or f"{name}={value!r}"
+        is_whole = is_code(text)
+        return f"search=SymbolicRegressor({text if is_whole else '...'})" + f": {text}" * (
+            not is_whole
+        )
+
+    return translation
+
+
 #: Where keywords of a search belong.
-_OF_SEARCH: Final = dict.fromkeys(
-    [*signature(SymbolicRegressor).parameters, *OF_OTHER_ESTIMATORS],
-    "the setting into search=SymbolicRegressor(...)",
-)
+_OF_SEARCH: Final[Mapping[str, Translation]] = {
+    name: _in_search(name, OF_OTHER_ESTIMATORS.get(name))
+    for name in [*signature(SymbolicRegressor).parameters, *OF_OTHER_ESTIMATORS]
+}
+_OF_CLASSIFIERS: Final[Mapping[str, Translation]] = {
+    **_OF_SEARCH,
+    **dict.fromkeys(
+        ("loss", "metric", "elementwise_loss", "loss_function", "objectives"),
+        Without("a classifier minimises the log loss"),
+    ),
+    "transformer": Without("predict_proba is the logistic function of decision_function"),
+    **dict.fromkeys(
+        ("hall_of_fame", "n_components"), Without("SymbolicTransformer makes several features")
+    ),
+}
+_OF_TRANSFORMERS: Final[Mapping[str, Translation]] = {
+    **_OF_SEARCH,
+    "hall_of_fame": lambda value: f"n_components={value!r}",
+    "transformer": Without("SymbolicClassifier is for classes"),
+}
 
 
 class SymbolicClassifier(AnswersOtherWords, ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -61,9 +102,13 @@ class SymbolicClassifier(AnswersOtherWords, ClassifierMixin, BaseEstimator):  # 
 
     """
 
-    _other_parameters = _OF_SEARCH
+    _other_parameters = _OF_CLASSIFIERS
+    search_: SymbolicRegressor
+    expression_: str
+    classes_: Any
+    n_iter_: int
 
-    @explains_keywords(_OF_SEARCH)
+    @explains_keywords(_OF_CLASSIFIERS)
     def __init__(self, search: SymbolicRegressor | None = None, random_state: Any = None) -> None:
         self.search = search
         self.random_state = random_state
@@ -157,9 +202,11 @@ class SymbolicTransformer(AnswersOtherWords, TransformerMixin, BaseEstimator):  
 
     """
 
-    _other_parameters = _OF_SEARCH
+    _other_parameters = _OF_TRANSFORMERS
+    search_: SymbolicRegressor
+    programs_: list[Program]
 
-    @explains_keywords(_OF_SEARCH)
+    @explains_keywords(_OF_TRANSFORMERS)
     def __init__(
         self,
         search: SymbolicRegressor | None = None,
@@ -202,7 +249,7 @@ class SymbolicTransformer(AnswersOtherWords, TransformerMixin, BaseEstimator):  
             )
         names = getattr(self, "feature_names_in_", None)
         self.search_ = search.fit(X if names is not None else found, y, sample_weight)
-        self.programs_: list[Program] = []
+        self.programs_ = []
         self._means: list[float] = []
         taken: list[Floats] = []
         weights = _check_sample_weight(sample_weight, found, dtype=np.float64)

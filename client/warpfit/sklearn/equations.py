@@ -9,14 +9,16 @@ import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeAlias
 
 import numpy as np
 
 from warpfit.display import TextTable
-from warpfit.errors import InvalidArgumentError, did_you_mean, require
+from warpfit.errors import InvalidArgumentError, did_you_mean, no_attribute, require
 from warpfit.evidence import ROUNDING
 from warpfit.ir import Program
+from warpfit.sklearn.keywords import OF_OTHER_EQUATIONS
 
 #: An equation is in the running for "best" if its loss is at most this multiple of the least.
 _NEAR_BEST: Final = 1.5
@@ -32,7 +34,9 @@ COLUMNS: Final = {
     "r2_held_out": "held out",
     "score": "score",
     "description_length": "length",
+    "choice_length": "choice",
     "predictive_length": "new rows",
+    "evidence": "evidence",
     "equation": "equation",
 }
 #: Characters of a line of a plot's title.
@@ -109,6 +113,12 @@ class Equation:
     def choice_length(self) -> float:
         """``description_length``, ``surprise`` and ``taken_by_constants``, by which one chooses."""
         return self.description_length + self.surprise + self.taken_by_constants
+
+    if not TYPE_CHECKING:  # checkers are to refuse attributes that there are not
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError with what is meant."""
+            raise no_attribute("Equation", name, dir(type(self)), OF_OTHER_EQUATIONS)
 
 
 def build_front(
@@ -247,6 +257,10 @@ def _by_prediction(front: Sequence[Equation]) -> Equation:
     return min(near, key=lambda equation: (equation.surprise > 0.0, equation.choice_length))
 
 
+#: Names of criteria.
+ModelSelection: TypeAlias = Literal[
+    "prediction", "description_length", "evidence", "best", "score", "accuracy"
+]
 #: Criteria that choose an equation of a front.
 SELECTIONS: Final[dict[str, Callable[[Sequence[Equation]], Equation]]] = {
     "best": _best,
@@ -325,6 +339,10 @@ class EquationTable:
     """Significant digits of the numbers."""
     below: str = ""
     """Text below the table."""
+    chosen: int | None = None
+    """Row that is chosen, which the printed table marks with a star."""
+    criterion: str = ""
+    """What has chosen it, as ``model_selection``."""
 
     def __len__(self) -> int:
         """Count the equations."""
@@ -371,8 +389,13 @@ class EquationTable:
         parts = {name: [e.subformulas.get(name, "") for e in self.front] for name in own}
         return pandas.DataFrame({**parts, **columns})
 
-    def to_csv(self) -> str:
-        """Return the table as CSV, numbers with all digits; what is not known is empty."""
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """Return the table as CSV, numbers with all digits; what is not known is empty.
+
+        Args:
+            path: file to which it is written, too.
+
+        """
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
         rows.writerow(COLUMNS)
@@ -380,11 +403,36 @@ class EquationTable:
             values = [getattr(equation, name) for name in COLUMNS]
             known = ["" if isinstance(v, float) and math.isnan(v) else v for v in values]
             rows.writerow(known)
+        if path is not None:
+            Path(path).write_text(text.getvalue(), "utf-8", newline="")
         return text.getvalue()
 
-    def latex_table(self) -> str:
-        """Return the table as LaTeX; it needs the package booktabs."""
-        header, *rows = self._cells([f"${equation.latex}$" for equation in self.front])
+    def latex_table(
+        self,
+        indices: Sequence[int] | None = None,
+        precision: int | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> str:
+        """Return the table as LaTeX; it needs the package booktabs.
+
+        Args:
+            indices: rows, by default all.
+            precision: significant digits of the numbers beside the formulas, by default `digits`.
+            columns: keys of `COLUMNS` such as "loss", by default those of the printed table; the
+                formulas are always there.
+
+        Raises:
+            InvalidArgumentError: for a column that there is not.
+
+        """
+        for name in {*(columns or ())} - {*COLUMNS}:
+            known = did_you_mean(name, COLUMNS, f"Choose from {', '.join(COLUMNS)}")
+            raise InvalidArgumentError(
+                f"there is no column {name!r}", "BAD_INDEX", known, "columns"
+            )
+        front = self.front if indices is None else tuple(self.front[place] for place in indices)
+        table = replace(self, front=front, digits=precision or self.digits)
+        header, *rows = table._cells([f"${equation.latex}$" for equation in front], columns)
         lines = [
             rf"\begin{{tabular}}{{{'r' * (len(header) - 1)}l}}",
             r"\toprule",
@@ -397,8 +445,16 @@ class EquationTable:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        """Return the table as columns that fit a terminal: long formulas take several lines."""
+        """Return the table as columns that fit a terminal: long formulas take several lines.
+
+        A star marks the chosen row, and a question mark those that the rows do not support, which
+        are chosen only where there are no others.
+        """
         header, *rows = self._cells([equation.equation for equation in self.front])
+        marks = ["" if each.is_supported else "?" for each in self.front]
+        if self.chosen is not None:
+            marks[self.chosen] = "*"
+            header, rows = ["", *header], [[m, *row] for m, row in zip(marks, rows, strict=True)]
         widths = [max(len(row[place]) for row in [header, *rows]) for place in range(len(header))]
         before = sum(widths[:-1]) + 2 * (len(header) - 1)
         width = max(_LEAST_WIDTH, shutil.get_terminal_size().columns - before)
@@ -408,7 +464,10 @@ class EquationTable:
             formula = textwrap.wrap(row[-1], width, break_on_hyphens=False) or [""]
             lines.append("  ".join([*numbers, formula[0]]))
             lines += [" " * before + line for line in formula[1:]]
-        return "\n".join([*lines, *(["", self.below] if self.below else [])])
+        why = ", ? not supported by the rows" * ("?" in marks)
+        own = "" if self.chosen is None else f"* chosen by {self.criterion!r}{why}"
+        notes = [note for note in (own, self.below) if note]
+        return "\n".join([*lines, *(["", *notes] if notes else [])])
 
     __repr__ = __str__
 
@@ -416,13 +475,22 @@ class EquationTable:
         header, *rows = self._cells([f"${equation.latex}$" for equation in self.front])
         return TextTable(tuple(header), [tuple(row) for row in rows]).html()
 
-    def _cells(self, formulas: Sequence[str]) -> list[list[str]]:
-        """Return header and rows as text; what nothing is known of has no column."""
-        known = [
-            name
-            for name in list(COLUMNS)[:-1]
-            if not all(math.isnan(getattr(equation, name)) for equation in self.front)
-        ]
+    def _cells(
+        self, formulas: Sequence[str], columns: Sequence[str] | None = None
+    ) -> list[list[str]]:
+        """Return header and rows as text; what nothing is known of has no column.
+
+        Neither has the length by which one chooses, where it is the description length.
+        """
+
+        def is_shown(name: str) -> bool:
+            values = [getattr(equation, name) for equation in self.front]
+            if name == "choice_length":
+                return values != [equation.description_length for equation in self.front]
+            return not all(map(math.isnan, values))
+
+        known = [name for name in list(COLUMNS)[:-1] if is_shown(name)]
+        known = known if columns is None else [name for name in columns if name != "equation"]
 
         def cell(name: str, value: float) -> str:
             # Numbers of about 1 have as many digits behind the point as others have in all.

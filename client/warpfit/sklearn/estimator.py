@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -33,7 +33,7 @@ from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.expressions import reference
 from warpfit.expressions.language import DIGITS, to_latex, to_text
 from warpfit.expressions.real_numbers import float_array, real_numbers, require_order
-from warpfit.fitting import Accuracy, Method
+from warpfit.fitting import Accuracy, Method, Reason
 from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
@@ -84,7 +84,7 @@ def unchanged_by_failure(fit: Callable[P, T]) -> Callable[P, T]:
 class FormulaRegressor(AnswersOtherWords, RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc]
     """A regressor whose ``fit`` ends with one formula, its numbers included."""
 
-    address: str | None
+    address: str | Client | None
     token: str | None
     tls: TlsConfig | bool | None
     engine: str
@@ -164,7 +164,7 @@ class FormulaRegressor(AnswersOtherWords, RegressorMixin, BaseEstimator, ABC):  
 
     def __sklearn_is_fitted__(self) -> bool:
         """Tell scikit-learn whether there is a formula; ``fit`` sets other attributes before."""
-        return hasattr(self, "program_")
+        return "program_" in vars(self)
 
     @np.errstate(all="ignore")  # NaN and infinities are in the result
     def predict(self, X: ArrayLike) -> Floats:
@@ -195,12 +195,13 @@ class FormulaRegressor(AnswersOtherWords, RegressorMixin, BaseEstimator, ABC):  
     @contextmanager
     def _client(self) -> Iterator[Client]:
         """Yield the client that was given, or one of the server at ``address``, or of a new one."""
-        if self.connected_client is not None:
-            yield self.connected_client
+        given = self.address if self.connected_client is None else self.connected_client
+        if isinstance(given, Client):
+            yield given
             return
         is_there = bool(self.address or os.environ.get("WARPFIT_ADDRESS"))
         with (
-            server_at(self.address, ["--devices", self.engine]) as place,
+            server_at(given, ["--devices", self.engine]) as place,
             # A server that is started here speaks plain text.
             connect(place, token=self.token, tls=self.tls if is_there else False) as client,
         ):
@@ -238,7 +239,15 @@ class FormulaRegressor(AnswersOtherWords, RegressorMixin, BaseEstimator, ABC):  
         _check_columns(X)
         X, y, sample_weight = _rows_with_weight(X, y, sample_weight)
         multiple = bool(self.__sklearn_tags__().target_tags.multi_output)
-        found = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=multiple)
+        options = {"y_numeric": True, "multi_output": multiple}
+        try:
+            found = validate_data(self, X, y, dtype=np.float64, **options)
+        except (TypeError, ValueError) as error:
+            for given, name in ((X, "X"), (y, "y")):
+                is_record = getattr(getattr(given, "dtype", None), "names", None)
+                if is_record or "convert string to float" in str(error):
+                    real_numbers(given, name)  # which names the place
+            raise
         for given, name in ((X, "X"), (y, "y")):
             real_numbers(given, name)
         X, y = found
@@ -273,6 +282,18 @@ class FormulaRegressor(AnswersOtherWords, RegressorMixin, BaseEstimator, ABC):  
         rows = np.asarray(validate_data(self, X, dtype=np.float64, reset=False))
         real_numbers(X, "X")
         return rows
+
+
+def check_common(estimator: Any) -> None:
+    """Raise InvalidArgumentError for a seed or an engine that makes no sense."""
+    try:
+        check_random_state(estimator.random_state)
+    except ValueError:
+        wanted = "a whole number from 0, a RandomState, or None"
+        raise bad_setting("random_state", estimator.random_state, wanted) from None
+    if estimator.engine not in ("auto", "cpu"):
+        wanted = "'auto', which takes the GPUs if there are some, or 'cpu'"
+        raise bad_setting("engine", estimator.engine, wanted)
 
 
 def _check_columns(X: Any) -> None:
@@ -346,9 +367,9 @@ class ParameterOptimizer(FormulaRegressor):
         Most iterations of each search.
     bounds : tuple, optional
         Least and greatest values, each one number or one for each parameter.
-    address : str, optional
-        What `warpfit.connect` takes, such as ``"HOST:PORT"``; by default WARPFIT_ADDRESS, and
-        without it a server is started on this machine for each fit.
+    address : str or Client, optional
+        What `warpfit.connect` takes, such as ``"HOST:PORT"``, or a client; by default
+        WARPFIT_ADDRESS, and without it a server is started on this machine for each fit.
     token : str, optional
         Bearer token, where the server asks for one; by default WARPFIT_TOKEN. A pickle of the
         estimator holds it.
@@ -376,6 +397,11 @@ class ParameterOptimizer(FormulaRegressor):
     """
 
     _other_parameters = OF_OTHER_OPTIMIZERS
+    parameters_: Floats
+    standard_errors_: Floats | None
+    loss_: float
+    reason_: Reason
+    n_iter_: int
 
     @explains_keywords(OF_OTHER_OPTIMIZERS)
     def __init__(
@@ -385,14 +411,14 @@ class ParameterOptimizer(FormulaRegressor):
         start: ArrayLike | None = None,
         starts: int = 1,
         loss: str = "mse",
-        method: str = "auto",
-        accuracy: str = "final",
+        method: Literal["auto", "lm", "bfgs"] = "auto",
+        accuracy: Literal["screening", "final"] = "final",
         max_iterations: int | None = None,
         bounds: tuple[Any, Any] | None = None,
-        address: str | None = None,
+        address: str | Client | None = None,
         token: str | None = None,
         tls: TlsConfig | bool | None = None,
-        engine: str = "auto",
+        engine: Literal["auto", "cpu"] = "auto",
         random_state: Any = None,
     ) -> None:
         self.expression = expression
@@ -412,6 +438,7 @@ class ParameterOptimizer(FormulaRegressor):
     def _check_settings(self) -> None:
         as_program(self.expression, self._names())
         as_loss(self.loss)
+        check_common(self)
         wanted = "a whole number from 1"
         if self.start is None and whole_number(self.starts, "starts", wanted) < 1:
             raise bad_setting("starts", self.starts, wanted)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from inspect import Parameter, signature
+from inspect import Parameter, get_annotations, signature
 from typing import Any, ClassVar, Final, NoReturn, ParamSpec, Self, TypeVar
 
-from warpfit.errors import InvalidArgumentError, did_you_mean, no_attribute
+from sklearn.utils.validation import check_is_fitted
+
+from warpfit.errors import InvalidArgumentError, WarpfitError, did_you_mean, no_attribute
+from warpfit.expressions.language import ALIASES, INFIX
+from warpfit.frontends.pysr import FUNCTIONS
+from warpfit.ops import OPERATORS
+from warpfit.parse import function, parse
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -16,8 +23,12 @@ T = TypeVar("T")
 #: What a keyword becomes: a text to follow "Write", or a function that makes it of the value.
 Translation = str | Callable[[Any], str]
 
-#: Operators by their names in gplearn and Operon, where they are called otherwise here.
-_OPERATORS: Final = {"analytic_quotient": "aq", "fmin": "min", "fmax": "max", "powi": "pow"}
+#: Operators by their names in gplearn, Operon and PySR, where they are called otherwise here.
+_OPERATORS: Final = {
+    **{"analytic_quotient": "aq", "fmin": "min", "fmax": "max", "powi": "pow", "mult": "mul"},
+    **{"muladd": "fma", "abs2": "square", "sqrt_abs": "sqrtabs", "pow_abs": "powabs"},
+    **{"log_abs": "logabs", "rem": "fmod"},
+}
 #: Leaves among Operon's symbols, which are no operators.
 _LEAVES: Final = ("constant", "variable")
 #: Our losses by their names in PySR, gplearn and Operon.
@@ -28,6 +39,16 @@ _LOSSES: Final = {
     "mean absolute error": "mae",
     "log loss": None,
 }
+#: Our losses by the patterns of PySR's that have a number.
+_LOSSES_WITH_A_NUMBER: Final = {
+    r"HuberLoss\((.*)\)": "warpfit.losses.huber({})",
+    r"QuantileLoss\((.*)\)": "warpfit.losses.quantile({})",
+    r"LPDistLoss\{(.*)\}\(\)": "'abs(d)^{}'",
+    r"L1EpsilonInsLoss\((.*)\)": "'max(abs(d) - {}, 0)'",
+    r"L2EpsilonInsLoss\((.*)\)": "'max(abs(d) - {}, 0)^2'",
+}
+#: What to write for another loss.
+_LOSS_AS_TEXT: Final = "loss= as text over f, y, w and d = f - y, such as 'where(d > 0, d, -2*d)'"
 #: Our criteria by their names in Operon.
 _CRITERIA: Final = {
     "minimum_description_length": "description_length",
@@ -36,9 +57,11 @@ _CRITERIA: Final = {
 }
 
 
-#: A loss of PySR: loss(prediction, target) = (prediction - target)^2.
-_JULIA_LOSS: Final = re.compile(
-    r"\s*\w+\s*\(\s*(\w+)\s*,\s*(\w+)\s*(?:,\s*(\w+)\s*)?\)\s*=\s*(.*?)\s*"
+#: A function of Julia, such as loss(prediction, target) = (prediction - target)^2.
+_JULIA_FUNCTION: Final = re.compile(
+    r"\s*(\w+)\s*\(([^()]*)\)\s*(?:where\s*\{.*?\}\s*)?=(?!=)\s*(?:begin\b)?\s*(?:return\b)?"
+    r"\s*(.*?)\s*;?\s*(?:\bend)?\s*",
+    re.DOTALL,
 )
 
 
@@ -53,38 +76,75 @@ def _ours(keyword: str) -> Callable[[Any], str]:
     return lambda value: f"{keyword}={value!r}"
 
 
+def _translated(julia: re.Match[str], names: str) -> str | None:
+    """Translate the body of a function of Julia, whose operands get other names; None if not."""
+    operands = [one.partition("::")[0].strip() for one in julia[2].split(",")]
+    ours = dict(zip(operands, names, strict=False))
+    body = re.sub(r"[^\W\d]\w*", lambda match: ours.get(match[0], match[0]), julia[3])
+    body = _without_question(body.replace("&&", " and ").replace("||", " or "))
+    try:
+        parse(body, tuple(names))
+    except WarpfitError:
+        return None
+    return body
+
+
+def _without_question(text: str) -> str:
+    """Write ``a ? b : c`` of Julia as where(a, b, c)."""
+    condition, found, rest = text.partition("?")
+    yes, _, no = map(str.strip, rest.partition(":"))
+    condition = condition.strip()
+    return f"where({condition}, {yes}, {_without_question(no)})" if found else condition
+
+
 def _operators(value: Any) -> str:
-    """Translate operators, which are one list here, whatever they take."""
+    """Translate operators, one list here; those that are formulas of ours are defined before."""
     given = value.split(",") if isinstance(value, str) and "," in value else value
     several = [given] if isinstance(given, str) else given if isinstance(given, Iterable) else ()
-    # PySR's operators may be defined in Julia, as inv(x) = 1/x.
-    names = [re.split(r"[(=]", str(getattr(one, "name", one)).strip())[0] for one in several]
-    ours = [_OPERATORS.get(name, name) for name in names if name not in _LEAVES]
-    return f"operators={ours or 'a list'}"
+    ours: list[str] = []
+    defined: list[str] = []
+    for one in several:
+        text = str(getattr(one, "name", one)).strip()
+        julia = _JULIA_FUNCTION.fullmatch(text)
+        name = re.split(r"[(=]", text)[0].strip()
+        name = _OPERATORS.get(name, name)
+        body = FUNCTIONS.get(name)
+        if name in (*INFIX, "-") or (function(name) and (body is None or name in OPERATORS)):
+            ours.append(ALIASES.get(name, name))
+        elif name not in _LEAVES:
+            body = _translated(julia, "abc") if julia else body
+            name += "_" * (name in ALIASES)
+            ours.append(name)
+            defined.append(f"warpfit.define({name!r}, {body or 'a formula of a, b and c'!r})")
+    return f"operators={ours or 'a list'}" + " after " * bool(defined) + " and ".join(defined)
 
 
 def _loss(value: Any) -> str:
     """Translate a loss by its name or from Julia, and leave others to be written as text."""
     names = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
-    if julia := _JULIA_LOSS.fullmatch(names[0]):
-        ours = {julia[1]: "f", julia[2]: "y", julia[3]: "w"}
-        body = re.sub(r"[^\W\d]\w*", lambda match: ours.get(match[0], match[0]), julia[4])
-        return f"loss={body!r}"
+    if julia := _JULIA_FUNCTION.fullmatch(names[0]):
+        body = _translated(julia, "fyw")
+        return f"loss={body!r}" if body else _LOSS_AS_TEXT
     if names[0] in ("pearson", "spearman"):
         return "loss='mse' or 'mae': correlations are no sums over rows, and a + b f is fitted"
     if "log loss" in names:
         return "SymbolicClassifier(search=SymbolicRegressor(...)), which minimises the log loss"
+    for pattern, ours in _LOSSES_WITH_A_NUMBER.items():
+        if found := re.fullmatch(pattern, names[0]):
+            return f"loss={ours.format(found[1] or '1.0')}"
     known = [_LOSSES.get(name, name) for name in names]
-    huber = re.fullmatch(r"HuberLoss\((.*)\)", known[0] or "")
-    if huber:
-        return f"loss=warpfit.losses.huber({huber[1] or '1.0'})"
     short = [name for name in known if name in ("mse", "mae", "rmse", "r2", "nmse", "log_cosh")]
-    return f"loss={short[0]!r}" if short else "loss= as text over f, y, w and d = f - y"
+    return f"loss={short[0]!r}" if short else _LOSS_AS_TEXT
 
 
 def _criterion(value: Any) -> str:
     known = _CRITERIA.get(str(value))
     return f"model_selection={known!r}" if known else "model_selection="
+
+
+def _depth(value: Any) -> str:
+    """Translate a depth, of the formulas of the first generation the least and the greatest."""
+    return f"constraints={{'depth': {value[-1] if isinstance(value, tuple) else value!r}}}"
 
 
 def _template(value: Any) -> str:
@@ -115,20 +175,33 @@ def _all(*words: str, to: Translation) -> dict[str, Translation]:
 
 #: Where the number of processes or threads is chosen.
 _CORES: Final = "engine=, or the address= of a server: an engine takes all cores by itself"
+#: Our form of keywords of the ``fit`` of PySR and others.
+OF_OTHER_FITS: Final[Mapping[str, Translation]] = {
+    **_all("weights", "sigma", "Xresampled", to="sample_weight= of fit, such as 1 / sigma^2"),
+    "X_units": "units= of the estimator",
+    "y_units": "target_unit= of the estimator",
+    "category": "group= of the estimator",
+    **_all("variable_names", "feature_names", "names", "columns", to=_names),
+    "complexity_of_variables": "complexity_of_operators= of the estimator: variables count as 1",
+    "p0": "guesses= of the estimator: formulas with numbers to begin with",
+}
 #: Our form of keywords of the estimators of PySR, gplearn and pyoperon.
 OF_OTHER_ESTIMATORS: Final[Mapping[str, Translation]] = {
-    "niterations": _ours("generations"),
+    **OF_OTHER_FITS,
+    **_all("niterations", "iterations", "max_iter", "n_generations", to=_ours("generations")),
+    **_all("seed", "random_seed", to=_ours("random_state")),
     **_all(
         *("binary_operators", "unary_operators", "operators_binary", "operators_unary"),
-        *("function_set", "allowed_symbols"),
+        *("function_set", "allowed_symbols", "functions"),
         to=_operators,
     ),
     "population_size": _ours("population"),
     **_all("populations", "pool_size", to="population= for all formulas together"),
-    **_all("maxsize", "max_length", to=_ours("max_size")),
-    **_all("maxdepth", "max_depth", to=lambda value: f"constraints={{'depth': {value!r}}}"),
+    **_all("maxsize", "max_length", "max_complexity", to=_ours("max_size")),
+    **_all("maxdepth", "max_depth", "init_depth", to=_depth),
     "nested_constraints": lambda value: f"constraints={{'nesting': {value!r}}}",
-    **_all("timeout_in_seconds", "max_time", "time_limit", to=_ours("max_seconds")),
+    **_all("timeout_in_seconds", "max_time", "time_limit", "timeout", to=_ours("max_seconds")),
+    **_all("device", "devices", to="engine='auto', which takes the GPUs if there are some"),
     **_all("elementwise_loss", "loss_function", "loss_function_expression", to=_loss),
     **_all("metric", "objectives", to=_loss),
     **_all(
@@ -159,14 +232,13 @@ OF_OTHER_ESTIMATORS: Final[Mapping[str, Translation]] = {
         *("complexity_of_constants", "complexity_of_variables", "complexity_mapping"),
         to="complexity_of_operators= alone: constants and variables count as 1",
     ),
-    "feature_names": _names,
     "select_k_features": Without("sklearn.feature_selection in a Pipeline chooses columns"),
     "denoise": "loss= for noise, such as 'huber'",
-    "class_weight": "sample_weight= of fit",
+    **_all("class_weight", "sample_weight", to="sample_weight= of fit"),
     "transformer": "SymbolicClassifier(search=SymbolicRegressor(...)) for two classes",
     **_all(
         *("hall_of_fame", "n_components"),
-        to="SymbolicTransformer(n_components=..., search=SymbolicRegressor(...))",
+        to="SymbolicTransformer(n_components=..., search=...), or programs_found() behind fit",
     ),
     "uncertainty": "sample_weight= of fit, 1 / sigma^2 of each row",
     **_all(
@@ -178,11 +250,13 @@ OF_OTHER_ESTIMATORS: Final[Mapping[str, Translation]] = {
     **_all("logger_spec", "logger", to="callback=, which is called with each front"),
     **_all(
         *("heap_size_hint_in_bytes", "worker_timeout", "julia_project", "julia_kwargs"),
-        *("update", "fast_cycle", "turbo", "bumper", "autodiff_backend", "low_memory"),
+        *("update", "fast_cycle", "turbo", "bumper", "autodiff_backend"),
         *("tempdir", "delete_tempfiles"),
         to=Without("there is no Julia, and nothing of it to set"),
     ),
-    **_all("precision", "deterministic", to="random_state=: a seed gives the same search"),
+    "low_memory": Without("no generation before the last one is kept"),
+    "precision": Without("all numbers are float64"),
+    "deterministic": "random_state=: a seed gives the same search",
     "input_stream": Without("Ctrl-C ends a search with what was found"),
     **_all(
         *("output_jax_format", "output_torch_format", "extra_jax_mappings"),
@@ -210,19 +284,10 @@ OF_OTHER_ESTIMATORS: Final[Mapping[str, Translation]] = {
         *("weight_insert_node", "weight_delete_node", "weight_do_nothing"),
         *("weight_mutate_constant", "weight_mutate_operator", "weight_mutate_feature"),
         *("weight_swap_operands", "weight_rotate_tree", "weight_randomize", "weight_simplify"),
-        *("warmup_maxsize_by", "init_depth", "init_method", "initialization_method"),
+        *("warmup_maxsize_by", "init_method", "initialization_method"),
         *("initialization_max_length", "initialization_max_depth", "symbolic_mode"),
         to=Without("the engine varies and chooses formulas in its own way"),
     ),
-}
-#: Our form of keywords of the ``fit`` of PySR and others.
-OF_OTHER_FITS: Final[Mapping[str, Translation]] = {
-    **_all("weights", "sigma", "Xresampled", to="sample_weight=, such as 1 / sigma^2"),
-    "X_units": "units= of the estimator",
-    "y_units": "target_unit= of the estimator",
-    "category": "group= of the estimator",
-    **_all("variable_names", "feature_names", "complexity_of_variables", to=_names),
-    "p0": "guesses= of the estimator: formulas with numbers to begin with",
 }
 #: Our form of keywords of functions that fit parameters.
 OF_OTHER_OPTIMIZERS: Final[Mapping[str, Translation]] = {
@@ -243,6 +308,15 @@ _TABLE: Final = "equations_, a sequence that prints; equations_.to_pandas() is a
 #: Attributes of the estimators of PySR, gplearn, pyoperon and lmfit, and what means the same.
 OF_OTHER_OBJECTS: Final[Mapping[str, str]] = {
     "get_best": "expression_ and program_, or equations_[index]",
+    **dict.fromkeys(
+        ("best_", "formula_", "formula", "best_formula_", "equation_", "best_equation_"),
+        "expression_, or program_",
+    ),
+    "nout_": "program_, a list for several targets",
+    **dict.fromkeys(("save", "load"), "pickle or joblib, which save a fitted estimator"),
+    "summary": _TABLE,
+    "lambdify": "to_numpy()",
+    **dict.fromkeys(("expressions_", "formulas_"), "expression_, or get_feature_names_out()"),
     "latex_table": "equations_.latex_table()",
     "refresh": "equations_, which is always up to date",
     "from_file": "pickle or joblib to save a fitted estimator; checkpoint= goes on with a search",
@@ -282,6 +356,19 @@ OF_OTHER_OBJECTS: Final[Mapping[str, str]] = {
 }
 
 
+#: Attributes of rows of tables of other packages, and what means the same of an `Equation`.
+OF_OTHER_EQUATIONS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("text", "formula", "expression"), "equation, or program"),
+    **dict.fromkeys(("sympy", "sympy_format"), "program.sympy(names)"),
+    **dict.fromkeys(("lambda_format", "to_numpy"), "program.to_numpy(names)"),
+    "code": "program.code(language, names)",
+    "predict": "predict(X, index) of the estimator, or program.to_numpy()",
+    "size": "complexity",
+    "length": "description_length, or choice_length",
+    "held_out": "r2_held_out",
+}
+
+
 class _Elsewhere:
     """An attribute of a class that is answered by what to write instead."""
 
@@ -316,6 +403,8 @@ class AnswersOtherWords:
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError with the remedy for an attribute that there is not."""
+        if name.endswith("_") and any(name in get_annotations(one) for one in type(self).__mro__):
+            check_is_fitted(self)
         if hasattr(type(self), name) or name in dir(type(self)):
             # A property has raised AttributeError, as those of an estimator that is not fitted.
             return object.__getattribute__(self, name)
@@ -330,8 +419,8 @@ def check_loss(loss: Any) -> None:
     """
     if not isinstance(loss, str):
         return
-    is_other = loss in (*_LOSSES, "pearson", "spearman") or _JULIA_LOSS.fullmatch(loss)
-    if is_other or loss.startswith("HuberLoss"):
+    is_other = loss in (*_LOSSES, "pearson", "spearman") or _JULIA_FUNCTION.fullmatch(loss)
+    if is_other or re.match(r"\w*Loss[({]", loss):
         remedy = f"Write {_loss(loss)}"
         raise InvalidArgumentError(f"loss is {loss!r}", "BAD_SETTING", remedy, "loss")
 
@@ -355,12 +444,31 @@ def explains_keywords(
             wrong = {name: value for name, value in kwargs.items() if name not in known}
             if wrong:
                 what = type(args[0]).__name__ if args else method.__qualname__
-                raise _unknown_keywords(what, wrong, known, others)
+                own = type(args[0]) if args and method.__name__ != "__init__" else None
+                raise _unknown_keywords(what, wrong, known, _with_settings(own, others))
             return method(*args, **kwargs)
 
         return explained
 
     return decorate
+
+
+def is_code(text: str) -> bool:
+    """Tell arguments of a call from sentences."""
+    try:
+        return bool(ast.parse(f"f({text})"))
+    except SyntaxError:
+        return False
+
+
+def _with_settings(owner: Any, others: Mapping[str, Translation]) -> Mapping[str, Translation]:
+    """Add the settings of an estimator, which a method is given, and what they are elsewhere."""
+    if owner is None:
+        return others
+    where = f"{owner.__name__}(...)"
+    settings = {name: f"{name}= into {where}" for name in signature(owner).parameters}
+    words = dict.fromkeys(getattr(owner, "_other_parameters", ()), f"it as a setting of {where}")
+    return {**words, **settings, **others}
 
 
 def _unknown_keywords(
@@ -371,23 +479,28 @@ def _unknown_keywords(
     for name, value in wrong.items():
         other = others.get(name)
         if other is None:
-            remedies[name] = did_you_mean(name, known, f"Use {', '.join(known)}", "=")
+            listed = f"Use {', '.join(known)}"
+            # An error's remedy is short: a longer list would be cut off.
+            listed = listed if len(listed) < 200 else f"help({what}) lists its keywords"
+            remedies[name] = did_you_mean(name, known, listed, "=")
         elif isinstance(other, Without):
             remedies[name] = f"Leave it out: {other}"
         else:
             remedies[name] = f"Write {other if isinstance(other, str) else other(value)}"
-    texts = [*remedies.values()]
-    remedy = texts[0]
-    if len(texts) > 1:  # in one, in which operators of several keywords are one list
-        written = {text.removeprefix("Write "): None for text in texts if text[0] == "W"}
-        lists = [text for text in written if text.startswith("operators=[")]
-        merged = ", ".join(text.removeprefix("operators=[").removesuffix("]") for text in lists)
-        first = [f"operators=[{merged}]"] if lists else []
-        first += [text for text in written if text not in lists]
+    remedy = next(iter(remedies.values()))
+    if len(remedies) > 1:  # in one, in which operators of several keywords are one list
+        written = {name: text.removeprefix("Write ") for name, text in remedies.items()}
+        found = (re.fullmatch(r"operators=\[(.*?)\](.*)", text) for text in written.values())
+        lists = [match for match in found if match]
+        first = [f"operators=[{', '.join(match[1] for match in lists)}]"] if lists else []
+        first += [text for text in written.values() if is_code(text) and text[:9] != "operators"]
         left = [name for name, text in remedies.items() if text.startswith("Leave")]
-        sentences = [f"Write {', '.join(first)}"] if first else []
+        behind = "".join(match[2] for match in lists)
+        sentences = [f"Write {', '.join(dict.fromkeys(first))}{behind}"] if first else []
         sentences += [f"Leave out {', '.join(left)}"] if left else []
-        sentences += [text for text in texts if text[0] not in "WL"]
+        for name, text in remedies.items():
+            if not (name in left or is_code(written[name]) or written[name][:11] == "operators=["):
+                sentences.append(f"{name}: {text}")
         remedy = ". ".join(sentences)
     listed = ", ".join(map(repr, wrong))
     error = InvalidArgumentError(

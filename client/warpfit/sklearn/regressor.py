@@ -11,14 +11,16 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Final, Self, cast
+from typing import Any, Final, Literal, Self, cast
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 
+from warpfit.calls.arguments import whole_number
 from warpfit.client import Client
 from warpfit.dataset.layout import caller_level
 from warpfit.errors import InvalidArgumentError, did_you_mean
@@ -29,6 +31,7 @@ from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import Closing, LossFunction, as_function, as_loss
 from warpfit.ops import BY_CODE, VARIABLE
+from warpfit.parse import function_names
 from warpfit.searching import Units
 from warpfit.sklearn import equations as eq
 from warpfit.sklearn.chance import Chance, chance_of
@@ -37,6 +40,7 @@ from warpfit.sklearn.constraints import (
     check_constraints,
     complexity_measure,
     directions,
+    operator_code,
     operator_name,
     operator_names,
     reachable,
@@ -47,6 +51,7 @@ from warpfit.sklearn.estimator import (
     FormulaRegressor,
     SearchWarning,
     TrainingData,
+    check_common,
     power_of_two,
 )
 from warpfit.sklearn.forms import Form
@@ -94,6 +99,11 @@ _OF_SEARCHES: Final = ("_formulas", "_wholes")
 _NUMBERS_A_SECOND: Final = 1e6
 _FEWEST_DRAWN: Final = 10_000
 
+#: A value above this, and above this multiple of all but a twentieth of the others, may be none.
+_MARKER: Final = 1e9
+#: A function of a template that is as similar as this to a known one may be a slip.
+_SLIP: Final = 0.8
+
 
 class SymbolicRegressor(FormulaRegressor):
     """Symbolic regression by the search of a server's engine, on a GPU as well as on a CPU.
@@ -104,9 +114,10 @@ class SymbolicRegressor(FormulaRegressor):
 
     Parameters
     ----------
-    address : str, optional
-        What `warpfit.connect` takes, such as ``"HOST:PORT"``; by default WARPFIT_ADDRESS, and
-        without it a server is started on this machine for each fit.
+    address : str or Client, optional
+        What `warpfit.connect` takes, such as ``"HOST:PORT"``, or a client, as that of
+        `warpfit.local` for many fits on one server; by default WARPFIT_ADDRESS, and without it a
+        server is started on this machine for each fit.
     token : str, optional
         Bearer token, where the server asks for one; by default WARPFIT_TOKEN. A pickle of the
         estimator holds it.
@@ -252,8 +263,9 @@ class SymbolicRegressor(FormulaRegressor):
     ----------
     equations_ : EquationTable
         The best equation of each complexity, simplest first, as far as more complex ones are more
-        accurate; it prints, and ``to_pandas()`` makes a DataFrame of it. For a target of several
-        columns a list with one for each.
+        accurate, and what a criterion prefers to it, such as one of shorter constants. It prints,
+        with a star at the chosen one, and ``to_pandas()`` makes a DataFrame of it. For a target of
+        several columns a list with one for each.
     front_ : list of Equation
         The same with their programs.
     program_ : Program
@@ -269,7 +281,8 @@ class SymbolicRegressor(FormulaRegressor):
         Constants of the chosen formula by group; it prints, and ``to_pandas()`` makes a DataFrame
         of it. For several targets a list.
     n_iter_ : int
-        Generations until the end, 0 if the time was over before the first one.
+        Generations until the end, 0 if the time was over before the first one or a pair of short
+        formulas met the tolerance.
     start_seconds_ : float
         Seconds for which ``fit`` waited until a server had started and compiled its code.
     undone_ : tuple of str
@@ -282,18 +295,21 @@ class SymbolicRegressor(FormulaRegressor):
     """
 
     reason_: str
+    n_iter_: int
+    undone_: tuple[str, ...]
+    groups_: NDArray[Any]
 
     @explains_keywords(OF_OTHER_ESTIMATORS)
     def __init__(
         self,
         *,
-        address: str | None = None,
+        address: str | Client | None = None,
         token: str | None = None,
         tls: TlsConfig | bool | None = None,
-        engine: str = "auto",
+        engine: Literal["auto", "cpu"] = "auto",
         operators: Sequence[str] = OPERATORS_OF_SCIENCE,
         loss: str | LossFunction = "mse",
-        model_selection: str = "prediction",
+        model_selection: eq.ModelSelection = "prediction",
         population: int | None = None,
         generations: int = 200,
         max_size: int | None = None,
@@ -409,21 +425,25 @@ class SymbolicRegressor(FormulaRegressor):
         found = getattr(self, "_wholes", {}).get(output, Genomes.of([]))
         return [found.program(row) for row in range(len(found))]
 
-    def latex(self, index: int | None = None, output: int = 0) -> str:
+    def latex(self, index: int | None = None, output: int = 0, group: Any = None) -> str:
         """Return the LaTeX of a formula; arguments as for `program`."""
-        return to_latex(self.program(index, output), self._names(), self.digits)
+        return to_latex(self.program(index, output, group), self._names(), self.digits)
 
-    def sympy(self, index: int | None = None, output: int = 0) -> Any:
+    def sympy(self, index: int | None = None, output: int = 0, group: Any = None) -> Any:
         """Return a formula as a SymPy expression over the names of the columns, or x1, x2, ...."""
-        return self.program(index, output).sympy(self._names())
+        return self.program(index, output, group).sympy(self._names())
 
-    def to_numpy(self, index: int | None = None, output: int = 0) -> Callable[..., Floats]:
+    def to_numpy(
+        self, index: int | None = None, output: int = 0, group: Any = None
+    ) -> Callable[..., Floats]:
         """Return a formula as a function of its variables that needs NumPy alone."""
-        return self.program(index, output).to_numpy(self._names())
+        return self.program(index, output, group).to_numpy(self._names())
 
-    def code(self, language: str, index: int | None = None, output: int = 0) -> str:
+    def code(
+        self, language: str, index: int | None = None, output: int = 0, group: Any = None
+    ) -> str:
         """Return a formula as text in a language, as `warpfit.Program.code`."""
-        return self.program(index, output).code(language, self._names())
+        return self.program(index, output, group).code(language, self._names())
 
     def chance(self, n: int = 200, seed: int = 0, output: int = 0) -> Chance:
         """Say how often a search as this one finds as good a formula in targets that hold nothing.
@@ -498,7 +518,13 @@ class SymbolicRegressor(FormulaRegressor):
         if self.group is not None:
             below = [str(self._constants(output)) for output in range(len(self._fronts))]
         tables = [
-            eq.EquationTable(tuple(front), self.digits or 17, text)
+            eq.EquationTable(
+                tuple(front),
+                self.digits or 17,
+                text,
+                eq.selected(front, self.model_selection),
+                self.model_selection,
+            )
             for front, text in zip(self._fronts, below, strict=True)
         ]
         return tables[0] if isinstance(self.program_, Program) else tables
@@ -599,12 +625,14 @@ class SymbolicRegressor(FormulaRegressor):
 
     def _equation(self, index: int | None, output: int) -> eq.Equation:
         front = self._front(output)
-        place = eq.selected(front, self.model_selection) if index is None else index
+        wanted = f"an index from 0 to {len(front) - 1}"
+        place = eq.selected(front, self.model_selection)
+        place = place if index is None else whole_number(index, "index", wanted)
         if not -len(front) <= place < len(front):
             raise InvalidArgumentError(
                 f"there is no equation {place}",
                 "OUT_OF_RANGE",
-                f"Give an index from 0 to {len(front) - 1}",
+                f"Give {wanted}",
                 "index",
             )
         return front[place]
@@ -668,10 +696,14 @@ class SymbolicRegressor(FormulaRegressor):
                 form.guessed(guess)
             if self.model_selection == "evidence":
                 raise _bad_setting("model_selection", "evidence", "another one with a template")
+            for name in template.functions:
+                meant = get_close_matches(name, function_names(), n=1, cutoff=_SLIP)
+                if meant and len(name) > len(meant[0]) > 2:
+                    _warn(f"{name} in the template is a function that is searched. Write {meant[0]}"
+                          " if that is meant, or else a name that is less like it")  # fmt: skip
         if self.snap not in ("constants", "numbers", False):
             raise _unknown_word("snap", self.snap, ("constants", "numbers", "False"))
-        if self.engine not in ("auto", "cpu"):
-            raise _unknown_word("engine", self.engine, ("auto", "cpu"))
+        check_common(self)
         if not (self.callback is None or callable(self.callback)):
             raise _bad_setting("callback", self.callback, "a function, or None")
         for name in ("checkpoint", "output"):
@@ -684,8 +716,11 @@ class SymbolicRegressor(FormulaRegressor):
 
     def _trainings(self, X: Any, y: Any, sample_weight: Any) -> list[TrainingData]:
         self._fresh_fronts: list[list[eq.Equation]] = []
+        if getattr(getattr(y, "dtype", None), "kind", "") == "b":
+            _warn("the target is true or false: SymbolicClassifier finds a formula for the odds")
         if self.group is None:
             self._given = super()._trainings(X, y, sample_weight)
+            self._warn_of_markers(self._given)
             return self._given
         X, self._group_place, groups = encoded(X, self.group, None)
         self._given = []
@@ -696,6 +731,20 @@ class SymbolicRegressor(FormulaRegressor):
             self._given.append(training._replace(rows=rows, groups=numbers))
         self.groups_ = groups
         return self._given
+
+    def _warn_of_markers(self, trainings: Sequence[TrainingData]) -> None:
+        """Warn of values so far from all others that they may stand for missing ones."""
+        columns = [*trainings[0].rows.T, *(training.target for training in trainings)]
+        own, count = self._names(), self._variables
+        names = [to_text(Program.variable(place), own) for place in range(count)]
+        for name, column in zip([*names, *["the target"] * len(trainings)], columns, strict=True):
+            sizes = np.sort(np.abs(column[column != 0.0]))
+            last = sizes[len(sizes) - max(1, len(sizes) // 20) - 1 :]
+            far = np.flatnonzero(last[1:] > _MARKER * last[:-1])
+            if len(far) and last[-1] > _MARKER and len(sizes) > 2:
+                _warn(f"{name} is up to {last[-1]:.4g} in size, and otherwise at most "
+                      f"{last[far[0]]:.4g}. If this stands for a missing value, leave its row out, "
+                      "or give it a sample_weight of 0")  # fmt: skip
 
     def _most_rows(self, variables: int) -> float:
         """Return how many rows are prepared, sent and measured in a part of the time."""
@@ -822,11 +871,9 @@ class SymbolicRegressor(FormulaRegressor):
             chosen = front[eq.selected(front, self.model_selection)]
             is_few = len(training.target) < FEWEST_DIVIDED
             why = eq.reason_against(favourite, chosen, len(training.target), is_few=is_few)
-            warnings.warn(
+            _warn(
                 f"the equation that {self.model_selection!r} prefers, "
-                f"{favourite.equation[:200]}, {why}",
-                SearchWarning,
-                stacklevel=caller_level(),
+                f"{favourite.equation[:200]}, {why}"
             )
         self._fronts = self._fresh_fronts
         return self._equation(None, output).program
@@ -862,7 +909,7 @@ class SymbolicRegressor(FormulaRegressor):
         what_else = "; ".join(self.undone_)
         if self.undone_ and self.reason_ not in INTERRUPTIONS:
             message += f" ({what_else}). Give more time, or less population, sample_rows or rows"
-        warnings.warn(message, SearchWarning, stacklevel=caller_level())
+        _warn(message)
 
     def _with_evidence(
         self, client: Client, front: list[eq.Equation], output: int
@@ -901,9 +948,19 @@ class SymbolicRegressor(FormulaRegressor):
         used = np.where(known.codes == VARIABLE, known.values, -1.0)
         most = np.maximum.reduceat(used, known.starts[:-1]) if len(known) else np.empty(0)
         older = known[(known.sizes <= width) & (most < variables)]
+        guessed = [] if isinstance(form, TemplateForm) else self._guessed()
+        codes = {operator_code(name) for name in operator_names(self.operators)}
+        codes |= {code for guess in guessed for code in guess.codes.tolist()}
+        others = [code for code in {*older.codes.tolist()} - codes if code in BY_CODE]
+        if others and not form.is_template:
+            _warn(
+                f"formulas of the last search have {', '.join(BY_CODE[c].name for c in others)}, "
+                "which operators= has not: they are left out"
+            )
+            older = older[older.totals(np.isin(older.codes, others)) == 0]
         if isinstance(form, TemplateForm):
             return joined([*map(form.guessed, self.guesses), older])
-        begun = self._guessed()
+        begun = guessed
         if self.units is not None and self.target_unit is not None and self.dimensionless_constants:
             own = dimensions(self.units, self._names(), variables)
             target = dimension(self.target_unit, "target_unit")
@@ -971,6 +1028,10 @@ def _termination_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, SearchWarning, stacklevel=caller_level())
 
 
 def _number(value: Any) -> float:

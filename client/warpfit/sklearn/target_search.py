@@ -37,6 +37,7 @@ from warpfit.sklearn.equations import (
     SELECTIONS,
     Equation,
     EquationTable,
+    ModelSelection,
     build_front,
     selected,
 )
@@ -177,8 +178,10 @@ def load(path: Path, form: Form, width: int, variables: int) -> Genomes | None:
         suits = form.fits(genomes)
         whole = form.whole(genomes) if suits else genomes[:0]
         programs = [whole.program(row) for row in range(len(whole))]
-    except (OSError, LookupError, TypeError, ValueError, zipfile.BadZipFile) as error:
-        raise _bad_checkpoint(path, str(error)) from error
+    except (EOFError, OSError, LookupError, TypeError, ValueError, zipfile.BadZipFile) as error:
+        is_known = isinstance(error, OSError) or type(error) is LookupError
+        why = str(error) if is_known else "no search has written it"
+        raise _bad_checkpoint(path, why) from error
     if not suits:
         raise _bad_checkpoint(path, "its formulas have another template")
     if max((program.variables for program in programs), default=0) > variables:
@@ -241,7 +244,7 @@ class SearchOptions(Protocol):
     """The settings that a search reads; see `warpfit.sklearn.SymbolicRegressor`."""
 
     loss: Any
-    model_selection: str
+    model_selection: ModelSelection
     population: int | None
     generations: int
     max_size: int | None

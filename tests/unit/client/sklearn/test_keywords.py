@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,10 @@ from warpfit.sklearn import (
     SymbolicRegressor,
     SymbolicTransformer,
 )
+from warpfit.sklearn.derived import _OF_CLASSIFIERS, _OF_TRANSFORMERS
 from warpfit.sklearn.equations import Equation, EquationTable
 from warpfit.sklearn.keywords import (
+    OF_OTHER_EQUATIONS,
     OF_OTHER_ESTIMATORS,
     OF_OTHER_FITS,
     OF_OTHER_OBJECTS,
@@ -72,9 +75,29 @@ def test_each_keyword_of_other_packages_is_known():
         ({"maxdepth": 5}, "Write constraints={'depth': 5}"),
         ({"nested_constraints": {"sin": {"sin": 0}}}, "constraints={'nesting': {'sin': {'sin'"),
         ({"unary_operators": ["cos", "inv(x) = 1/x"]}, "Write operators=['cos', 'inv']"),
+        ({"unary_operators": ["s(x) = cos(x)^2"]}, "['s'] after warpfit.define('s', 'cos(a)^2')"),
+        ({"unary_operators": ["s(x::T) where {T} = 2x"]}, "define('s', 'a formula of a, b and c')"),
+        ({"binary_operators": ["greater", "plus", "mult"]}, "Write operators=['gt', 'add', 'mul']"),
+        ({"binary_operators": ["cond"]}, "['cond_'] after warpfit.define('cond_', 'where(a > 0, b"),
         ({"function_set": ("add", "div")}, "Write operators=['add', 'div']"),
         ({"allowed_symbols": "add,mul,constant,variable"}, "Write operators=['add', 'mul']"),
         ({"elementwise_loss": "HuberLoss(2.0)"}, "loss=warpfit.losses.huber(2.0)"),
+        ({"elementwise_loss": "QuantileLoss(0.9)"}, "loss=warpfit.losses.quantile(0.9)"),
+        ({"elementwise_loss": "LPDistLoss{3}()"}, "loss='abs(d)^3'"),
+        (
+            {"elementwise_loss": "l(p, t) = p > t ? (p-t) : t > 1 ? 2*(t-p) : 3"},
+            "loss='where(f > y, (f-y), where(y > 1, 2*(y-f), 3))'",
+        ),
+        ({"elementwise_loss": "l(x, y) = begin return (x-y)^2 end"}, "loss='(f-y)^2'"),
+        ({"elementwise_loss": "l(x, y) = sum(x .- y)"}, "loss= as text over f, y, w and d"),
+        ({"seed": 3}, "Write random_state=3"),
+        ({"precision": 64}, "Leave it out: all numbers are float64"),
+        ({"init_depth": (2, 6)}, "Write constraints={'depth': 6}"),
+        ({"low_memory": True}, "Leave it out: no generation"),
+        ({"weights": 1}, "Write sample_weight= of fit"),
+        ({"X_units": ["m"]}, "Write units= of the estimator"),
+        ({"hall_of_fame": 9}, "programs_found() behind fit"),
+        ({"wild": 3}, "help(SymbolicRegressor) lists"),
         ({"metric": "mean absolute error"}, "Write loss='mae'"),
         ({"objectives": ["r2", "length"]}, "Write loss='r2'"),
         ({"timeout_in_seconds": 60}, "Write max_seconds=60"),
@@ -118,13 +141,53 @@ def test_a_whole_call_is_translated_at_once():
     assert error.remedy.startswith("Write operators=['+', '*', 'cos'], generations=5. Leave out a")
     assert all(name in str(error) for name in ("'niterations'", "'alpha'", "'progres'"))
     assert "alpha: Leave it out: the engine" in error.__notes__[0]
+    error = refused(
+        binary_operators=["+"], unary_operators=["sq(x) = x*x"], populations=3, loss_function="f"
+    )
+    assert error.remedy.startswith(
+        "Write operators=['+', 'sq'] after warpfit.define('sq', 'a*a'). populations: Write pop"
+    ), "what is no code has the name of its keyword"
 
 
 @pytest.mark.parametrize("kind", [SymbolicClassifier, SymbolicTransformer])
-@pytest.mark.parametrize("name", ["max_seconds", "operators", "niterations"])
-def test_keywords_of_a_search_belong_into_it(kind, name):
-    with pytest.raises(warpfit.InvalidArgumentError, match="search=SymbolicRegressor"):
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("max_seconds", r"Write search=SymbolicRegressor\(max_seconds=3\)$"),
+        ("niterations", r"Write search=SymbolicRegressor\(generations=3\)$"),
+        ("populations", r"Write search=SymbolicRegressor\(...\): population="),
+        ("tournament_size", "Leave it out: the engine"),
+        ("transformer", "Leave it out: "),
+        ("sample_weight", "Write sample_weight= of fit"),
+        ("hall_of_fame", r"Write n_components=3$|Leave it out: SymbolicTransformer"),
+    ],
+)
+def test_keywords_of_a_search_belong_into_it(kind, name, written):
+    with pytest.raises(warpfit.InvalidArgumentError, match=written):
         kind(**{name: 3})
+
+
+def test_no_remedy_for_a_keyword_is_refused_itself():
+    """Two estimators must not send a user from one to the other."""
+    for kind, names in (
+        (SymbolicClassifier, _OF_CLASSIFIERS),
+        (SymbolicTransformer, _OF_TRANSFORMERS),
+    ):
+        for name in names.keys() - inspect.signature(kind).parameters.keys():
+            with pytest.raises(warpfit.InvalidArgumentError) as caught:
+                kind(**{name: 3})
+            assert f"Write {kind.__name__}" not in caught.value.remedy
+            written = re.fullmatch(
+                r"Write (search=SymbolicRegressor\(\w+=[^ ]+\))", caught.value.remedy
+            )
+            if written:
+                eval(f"kind({written[1]})", {**globals(), "kind": kind})
+
+
+@pytest.mark.parametrize("name", ["max_seconds", "niterations"])
+def test_settings_belong_into_the_constructor(name):
+    with pytest.raises(warpfit.InvalidArgumentError, match=r" SymbolicRegressor\(\.\.\.\)$"):
+        SymbolicRegressor().fit([[1.0]], [1.0], **{name: 3})
 
 
 def test_a_keyword_of_another_fit_or_prediction_is_answered_by_ours():
@@ -157,7 +220,7 @@ def test_an_attribute_of_another_program_says_what_to_call(kind):
 def test_what_an_attribute_is_answered_with_is_there():
     known = {one for kind in ESTIMATORS for one in dir(kind) if one[0] != "_"} | OWN.keys()
     known |= {"program_", "expression_", "parameters_", "standard_errors_", "loss_", "n_iter_"}
-    known |= {"pickle", "sklearn", "client", "programs_"}
+    known |= {"pickle", "sklearn", "client", "programs_", "joblib"}
     for text in OF_OTHER_OBJECTS.values():
         assert set(re.findall(r"\w+", text)) & known, text
 
@@ -184,10 +247,26 @@ def test_copies_pickles_and_questions_for_attributes_work(kind):
     assert repr(model).startswith(kind.__name__)
 
 
-def test_what_is_there_after_a_fit_says_so():
-    for name in ("equations_", "front_", "subformulas_", "constants_"):
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_what_is_there_after_a_fit_says_so(kind):
+    listed = re.findall(r"^(\w+_) :", inspect.getdoc(kind), re.MULTILINE)
+    assert listed
+    for name in listed:
+        model = kind()
+        assert not hasattr(model, name)
         with pytest.raises(NotFittedError, match="not fitted yet"):
-            getattr(SymbolicRegressor(), name)
+            getattr(model, name)
+
+
+def test_an_equation_says_what_has_another_name():
+    equation = table()[0]
+    for name, remedy in OF_OTHER_EQUATIONS.items():
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'. Use ") as caught:
+            getattr(equation, name)
+        assert re.findall(r"\w+", remedy)[0] in {*dir(equation), "predict"}
+        assert remedy in str(caught.value)
+    for other in (copy.deepcopy(equation), pickle.loads(pickle.dumps(equation))):
+        assert repr(other) == repr(equation)
 
 
 # ------------------------------------------------------------------------------ table of equations
@@ -222,6 +301,38 @@ def test_rows_are_taken_as_of_a_sequence_and_columns_from_the_frame():
     with pytest.raises(IndexError):
         table()[3]
     assert str(pickle.loads(pickle.dumps(table()))) == str(copy.deepcopy(table())) == str(table())
+
+
+def test_the_printed_table_marks_what_is_chosen_and_shows_the_number_that_decides():
+    rows = [replace(row, taken_by_constants=5.0 * place) for place, row in enumerate(table())]
+    rows[2] = replace(rows[2], is_supported=False)
+    shown = EquationTable(tuple(rows), below="more", chosen=1, criterion="prediction")
+    header, *lines = str(shown).splitlines()
+    assert header.split() == [
+        "size",
+        "loss",
+        "held",
+        "out",
+        "score",
+        "length",
+        "choice",
+        "equation",
+    ]
+    assert [line[0] for line in lines[:3]] == [" ", "*", "?"]
+    assert [line.split()[-3] for line in lines[:3]] == ["2", "7", "12"]
+    assert lines[3:] == ["", "* chosen by 'prediction', ? not supported by the rows", "more"]
+    assert "choice" not in str(table()), "where it is the description length"
+
+
+def test_some_rows_and_columns_are_latex_and_a_file_is_csv(tmp_path):
+    lines = table().latex_table([0, 2], precision=2, columns=["loss", "equation"]).splitlines()
+    assert lines[2:-2] == [
+        r"loss & equation \\", r"\midrule", r"1 & $2 \cdot x_1$ \\", r"0.33 & $2 \cdot x_1$ \\"
+    ]  # fmt: skip
+    with pytest.raises(warpfit.InvalidArgumentError, match="no column 'lost'"):
+        table().latex_table(columns=["lost"])
+    text = table().to_csv(tmp_path / "front.csv")
+    assert (tmp_path / "front.csv").read_text() == text
 
 
 def test_the_table_is_latex_and_csv_that_a_frame_reads():
