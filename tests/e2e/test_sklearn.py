@@ -25,7 +25,7 @@ sklearn = pytest.importorskip("sklearn", minversion="1.6")
 
 from sklearn.base import clone  # noqa: E402
 from sklearn.exceptions import NotFittedError  # noqa: E402
-from sklearn.model_selection import cross_val_score  # noqa: E402
+from sklearn.model_selection import GridSearchCV, cross_val_score  # noqa: E402
 from sklearn.pipeline import make_pipeline  # noqa: E402
 from sklearn.preprocessing import StandardScaler  # noqa: E402
 from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
@@ -186,6 +186,9 @@ def test_equations_are_chosen_by_criterion_or_index_and_leave_as_other_forms(sea
     assert model.plot_fit(X, y).lines
     with pytest.raises(InvalidArgumentError, match="equation 99"):
         model.predict(X, index=99)
+    for index in ("a", 1.0):
+        with pytest.raises(InvalidArgumentError, match="Give an index from 0"):
+            model.sympy(index)
 
 
 @pytest.mark.parametrize(("loss", "unit"), [("mse", 1.0), ("nmse", 1e-9), ("rmse", 1e160)])
@@ -308,9 +311,64 @@ def test_searches_go_on_from_the_last_one_or_from_a_file(search, tmp_path):
     assert search(generations=0, checkpoint=file).fit(X, y).front_[-1].loss <= found * 1.02
     model.set_params(warm_start=True, generations=0, checkpoint=None)
     assert model.fit(X, y).front_[-1].loss <= found * 1.02
-    file.write_bytes(b"no archive")
-    with pytest.raises(InvalidArgumentError, match="checkpoint"):
-        search(checkpoint=file).fit(X, y)
+    with pytest.warns(SearchWarning, match="have div, which operators= has not"):
+        other = search(checkpoint=file, operators=("+", "*")).fit(X, y)
+    assert "/" not in str(other.equations_)
+    for junk in (b"no archive", b""):
+        file.write_bytes(junk)
+        with pytest.raises(InvalidArgumentError, match=r"search: no search has written it\."):
+            search(checkpoint=file).fit(X, y)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda X, y: (X * [1.0, 1e12, 1e-12], y), ""),
+        (lambda X, y: (X + 1e300 * (np.arange(180).reshape(60, 3) == 7), y), r"x2 is up to 1e\+30"),
+        (lambda X, y: (X, np.where(np.arange(60) < 2, -1e36, y)), r"the target is up to 1e\+36"),
+        (lambda X, y: (X, y > np.median(y)), "SymbolicClassifier finds"),
+    ],
+)  # fmt: skip
+def test_odd_data_are_warned_of(search, change, says):
+    X, y = change(points(60), law(points(60)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        search(generations=0).fit(X, y)
+    told = [str(each.message) for each in caught]
+    assert len([text for text in told if re.search("up to|Classifier", text)]) == bool(says)
+    assert not says or any(re.search(says, text) for text in told)
+
+
+@pytest.mark.parametrize(
+    ("X", "y"),
+    [
+        (np.array([["a", 1.0], ["b", 2.0]], object), [1.0, 2.0]),
+        (np.array([(1.0, 2.0)] * 2, [("a", float), ("b", float)]), [1.0, 2.0]),
+        (np.ones((2, 1)), np.array(["a", "b"], object)),
+    ],
+)
+def test_what_are_no_numbers_is_refused_as_by_upload(X, y):
+    with pytest.raises(InvalidArgumentError, match=r"real number|structured array"):
+        SymbolicRegressor(address="127.0.0.1:1").fit(X, y)
+
+
+def test_features_hold_no_rounding_errors(search):
+    X = np.random.default_rng(0).uniform(-1, 1, (100, 3))
+    y = X[:, 0] ** 2 - X[:, 1] ** 2 + X[:, 1] - 1
+    operators = ("+", "-", "*", "/", "abs", "sqrt", "log")
+    maker = SymbolicTransformer(search(operators=operators, generations=5, population=None))
+    features = maker.fit(X, y).get_feature_names_out()
+    assert not re.search(r"e-1\d", " ".join(features)), features
+
+
+def test_many_fits_share_the_server_of_a_client(server: ServerProcess):
+    X = points(60)
+    with warpfit.connect(server.address) as client:
+        law_of = ParameterOptimizer("p1*x1^2/x2 + p2", address=client)
+        assert cross_val_score(law_of, X, law(X), cv=3).min() > 0.999
+        grid = GridSearchCV(law_of, {"expression": ["p1*x1", "p1*x1^2/x2 + p2"]}, cv=2)
+        assert grid.fit(X, law(X)).best_params_["expression"] == "p1*x1^2/x2 + p2"
+        assert repr(client) in repr(law_of)
 
 
 def test_what_there_was_no_time_for_is_said(search, capsys):
@@ -464,6 +522,7 @@ NONSENSE = [
     *({"model_selection": "taste"}, {"checkpoint": "/no/such/folder/file"}),
     *({"complexity_of_operators": 2}, {"constraints": {"nesting": {"sin": 1}}}),
     {"constraints": {"monotonic": {"x1": "sideways"}}},
+    *({"random_state": "a"}, {"engine": "gpu"}, {"operators": {"+": 1}}, {"operators": {"+"}}),
 ]
 
 

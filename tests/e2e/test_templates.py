@@ -1,6 +1,7 @@
 """Searches whose outer form or whose groups of rows are given, against a real server."""
 
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -70,6 +71,19 @@ def test_templates_substitute_and_have_parameters(search, template, law):
 
 
 @pytest.mark.parametrize(
+    ("template", "meant"),
+    [("sinn(x1)/x2", "sin"), ("f(x1) + logg(x2)", "log"), ("f(x1) + g1(x2)*fun(x3)", "")],
+)
+def test_a_function_of_a_template_like_a_known_one_is_warned_of(template, meant):
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(warpfit.UnavailableError):
+        warnings.simplefilter("always")
+        SymbolicRegressor(template=template, address="127.0.0.1:1").fit(points(), points()[:, 0])
+    assert [str(each.message).partition(" Write ")[2][:4] for each in caught] == [
+        f"{meant} "
+    ] * bool(meant)
+
+
+@pytest.mark.parametrize(
     ("template", "reason", "says"),
     [
         ("x1 + p1", "BAD_TEMPLATE", "0 functions"),
@@ -119,6 +133,10 @@ def test_groups_have_one_formula_and_constants_of_their_own(search):
         np.testing.assert_allclose(model.predict(X[own]), law(rows, *fit), rtol=1e-4, atol=1e-4)
         program = model.program(group=name)
         np.testing.assert_allclose(evaluate_program(program, rows), model.predict(X[own]))
+        np.testing.assert_allclose(model.to_numpy(group=name)(rows.T), model.predict(X[own]))
+        for form in (model.code("python", group=name), model.latex(group=name)):
+            assert "p1" not in form
+        assert not {str(symbol) for symbol in model.sympy(group=name).free_symbols} - {"a", "b"}
         assert list(model.constants_[name]) == ["p1", "p2", "p3"]
     assert "Chur" in str(model.equations_)
     assert model.constants_.to_pandas().shape == (3, 3)
