@@ -13,9 +13,10 @@
     SymbolicClassifier().fit(X, classes)                    # a formula for the odds of two classes
     SymbolicTransformer().fit_transform(X, y)               # the best formulas as features
 
-All start a server on this machine for each ``fit`` unless they are given the address of one;
-``predict`` needs none. They need scikit-learn, ``pip install 'warpfit[sklearn]'``, and without
-an address the server, ``pip install 'warpfit[sklearn,server]'``.
+All start a server on this machine for each ``fit`` unless they are given the address of one or a
+client, as that of `warpfit.local`, which serves many fits; ``predict`` needs none. They need
+scikit-learn, ``pip install 'warpfit[sklearn]'``, and without an address the server,
+``pip install 'warpfit[sklearn,server]'``.
 """
 
 from __future__ import annotations

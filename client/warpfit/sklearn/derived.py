@@ -142,7 +142,7 @@ class SymbolicClassifier(AnswersOtherWords, ClassifierMixin, BaseEstimator):  # 
         names = getattr(self, "feature_names_in_", None)
         self.search_ = search.set_params(loss=LOG_LOSS)
         self.search_.fit(X if names is not None else found, numbers + 0.0, sample_weight)
-        self.expression_ = self.search_.expression_
+        self.expression_ = str(self.search_.expression_)
         self.n_iter_ = max(1, self.search_.n_iter_)
         return self
 

@@ -450,11 +450,7 @@ class EquationTable:
         A star marks the chosen row, and a question mark those that the rows do not support, which
         are chosen only where there are no others.
         """
-        header, *rows = self._cells([equation.equation for equation in self.front])
-        marks = ["" if each.is_supported else "?" for each in self.front]
-        if self.chosen is not None:
-            marks[self.chosen] = "*"
-            header, rows = ["", *header], [[m, *row] for m, row in zip(marks, rows, strict=True)]
+        (header, *rows), note = self._marked([equation.equation for equation in self.front])
         widths = [max(len(row[place]) for row in [header, *rows]) for place in range(len(header))]
         before = sum(widths[:-1]) + 2 * (len(header) - 1)
         width = max(_LEAST_WIDTH, shutil.get_terminal_size().columns - before)
@@ -464,16 +460,24 @@ class EquationTable:
             formula = textwrap.wrap(row[-1], width, break_on_hyphens=False) or [""]
             lines.append("  ".join([*numbers, formula[0]]))
             lines += [" " * before + line for line in formula[1:]]
-        why = ", ? not supported by the rows" * ("?" in marks)
-        own = "" if self.chosen is None else f"* chosen by {self.criterion!r}{why}"
-        notes = [note for note in (own, self.below) if note]
+        notes = [text for text in (note, self.below) if text]
         return "\n".join([*lines, *(["", *notes] if notes else [])])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        header, *rows = self._cells([f"${equation.latex}$" for equation in self.front])
-        return TextTable(tuple(header), [tuple(row) for row in rows]).html()
+        (header, *rows), note = self._marked([f"${equation.latex}$" for equation in self.front])
+        return TextTable(tuple(header), [tuple(row) for row in rows], note=note).html()
+
+    def _marked(self, formulas: Sequence[str]) -> tuple[list[list[str]], str]:
+        """Return header and rows, with the marks of rows before them, and what these mean."""
+        cells = self._cells(formulas)
+        if self.chosen is None:
+            return cells, ""
+        marks = ["", *("" if each.is_supported else "?" for each in self.front)]
+        marks[self.chosen + 1] = "*"
+        note = f"* chosen by {self.criterion!r}" + ", ? not supported by the rows" * ("?" in marks)
+        return [[mark, *row] for mark, row in zip(marks, cells, strict=True)], note
 
     def _cells(
         self, formulas: Sequence[str], columns: Sequence[str] | None = None

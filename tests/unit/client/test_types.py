@@ -39,6 +39,8 @@ REFUSED = {
     "client.optimize(data, texts, method='newton')": "arg-type",
     "client.optimize(data, texts).popt": "attr-defined",
     "data.shape": "attr-defined",
+    "SymbolicRegressor(model_selection='bestest')": "arg-type",
+    "ParameterOptimizer(method='newton')": "arg-type",
 }
 
 
@@ -49,6 +51,7 @@ def test_a_checker_knows_what_calls_return(tmp_path):
         """\
         import numpy as np
         import warpfit
+        from warpfit.sklearn import ParameterOptimizer, SymbolicRegressor
         client = warpfit.connect("127.0.0.1:50551")
         rows = np.ones((3, 1))
         data = client.upload(rows, np.ones(3))

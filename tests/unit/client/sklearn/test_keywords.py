@@ -321,6 +321,8 @@ def test_the_printed_table_marks_what_is_chosen_and_shows_the_number_that_decide
     assert [line[0] for line in lines[:3]] == [" ", "*", "?"]
     assert [line.split()[-3] for line in lines[:3]] == ["2", "7", "12"]
     assert lines[3:] == ["", "* chosen by 'prediction', ? not supported by the rows", "more"]
+    assert "<td>*</td><td>2</td>" in shown._repr_html_()
+    assert "chosen by" in shown._repr_html_()
     assert "choice" not in str(table()), "where it is the description length"
 
 
