@@ -302,19 +302,13 @@ def _differentiate_invariant(state: Pass, top: Any, out: Lowered, header: Any) -
                 is_new = state.inner[operand] == NONE
                 _propagate_to(state, state.inner, number, k)
                 if is_new and state.inner[operand] != NONE:
-                    count = _insert(waiting, count, operand)
+                    position = count  # in ascending order
+                    while position > 0 and waiting[position - 1] > operand:
+                        waiting[position] = waiting[position - 1]
+                        position -= 1
+                    waiting[position] = operand
+                    count += 1
         state.inner[number] = NONE
-
-
-@uncounted
-def _insert(waiting: Any, count: int, number: Any) -> int:
-    """Insert a node into the ascending list; return its new length."""
-    position = count
-    while position > 0 and waiting[position - 1] > number:
-        waiting[position] = waiting[position - 1]
-        position -= 1
-    waiting[position] = number
-    return count + 1
 
 
 @uncounted

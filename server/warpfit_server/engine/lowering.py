@@ -440,7 +440,13 @@ def emit_prologue(graph: Graph, scratch: Scratch, out: Lowered, header: Any) -> 
             _locate_invariant(node, header)
             _emit(graph, node, out, header)
         else:
-            _count_uses(graph, scratch, node)
+            for k in range(graph.arities[code]):
+                graph.nodes[node.operands[k]].uses += 1
+            pending = _sort_operands(graph, scratch, node)
+            slots = 1
+            for k in range(pending):
+                slots = max(slots, graph.nodes[scratch.sorted[k]].slots + pending - 1 - k)
+            node.slots = slots
     header.prologue_end = header.end
 
 
@@ -457,18 +463,6 @@ def _is_invariant(graph: Graph, node: Any) -> bool:
         if location == NONE or location & 3 != INVARIANT:
             return False
     return True
-
-
-@uncounted
-def _count_uses(graph: Graph, scratch: Scratch, node: Any) -> None:
-    """Count a node as a use of its operands, and the slots that it needs."""
-    for k in range(graph.arities[node.code]):
-        graph.nodes[node.operands[k]].uses += 1
-    pending = _sort_operands(graph, scratch, node)
-    slots = 1
-    for k in range(pending):
-        slots = max(slots, graph.nodes[scratch.sorted[k]].slots + pending - 1 - k)
-    node.slots = slots
 
 
 @uncounted

@@ -774,10 +774,7 @@ class CpuColony:
         self._state["generation"] += np.uint64(1)
         yield from self._run(self._work(breed_chunk, self.children))
         yield from self._compete(self.children)
-        yield from self._remember()
-
-    def _remember(self) -> Steps[None]:
-        """Keep the children that came closest to each place, as far as a fit may help them."""
+        # Those that came closest to each place are kept, as far as a fit may help them.
         for first in range(0, len(self._scores), _AT_ONCE):
             some = slice(first, first + _AT_ONCE)
             children, known = self.children.some(some), self._closest.some(some)

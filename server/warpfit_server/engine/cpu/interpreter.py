@@ -256,20 +256,16 @@ def run_prologue(inputs: Inputs, instance: int, invariants: int) -> None:
         value = load.value
         if load.parameter != NONE:
             value = inputs.parameters[start + vector * count + load.parameter]
-        _store_invariant(invariants + load.invariant * INVARIANT_WIDTH, context.item_bytes, value)
+        # As wide as a kernel's step.
+        address = invariants + load.invariant * INVARIANT_WIDTH
+        if context.item_bytes == 4:
+            carray(pointer32(address), INVARIANT_WIDTH // 4)[:] = np.float32(value)
+        else:
+            carray(pointer64(address), INVARIANT_WIDTH // 8)[:] = value
     bases = (invariants, invariants, invariants, invariants)
     pitches = (INVARIANT_WIDTH, INVARIANT_WIDTH, INVARIANT_WIDTH, INVARIANT_WIDTH)
     width = INVARIANT_WIDTH // context.item_bytes
     run_instructions(inputs, header.start, header.prologue_end, bases, pitches, width)
-
-
-@inlined
-def _store_invariant(address: int, item_bytes: int, value: float) -> None:
-    """Store an invariant as wide as a kernel's step."""
-    if item_bytes == 4:
-        carray(pointer32(address), INVARIANT_WIDTH // 4)[:] = np.float32(value)
-    else:
-        carray(pointer64(address), INVARIANT_WIDTH // 8)[:] = value
 
 
 @inlined

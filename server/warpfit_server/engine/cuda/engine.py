@@ -201,11 +201,40 @@ class CudaEngine:
         """
         resident = self._resident(evaluation.dataset_id)
         self._device.use()
+        # Only values, or a built-in loss with its gradient, have other tiers.
+        needs_derivatives = (
+            evaluation.jacobian
+            or evaluation.variable_gradient
+            or evaluation.reductions
+            or evaluation.needs_moments
+            or evaluation.custom_loss is not None
+            or (evaluation.gradient and evaluation.values)
+        )
         try:
-            if not _is_compilable(evaluation):
-                tier = yield from self._derivative_tier()
-                return (yield from tier.evaluate(resident, evaluation, outputs))
-            return (yield from self._evaluate(resident, evaluation, outputs))
+            if needs_derivatives:
+                derivatives = yield from self._derivative_tier()
+                return (yield from derivatives.evaluate(resident, evaluation, outputs))
+            tier, compiled = evaluation.tier, None
+            if tier is Tier.AUTO:
+                compiled = self._choose(resident, evaluation)
+                tier = Tier.INTERPRETER if compiled is None else Tier.COMPILED
+            work = resident, evaluation, outputs
+            if tier is Tier.COMPILED:
+                steps = self._compiled.evaluate(*work, compiled)
+            elif evaluation.gradient:
+                steps = (yield from self._derivative_tier()).evaluate(*work)
+            else:
+                steps = self._interpreter.evaluate(*work)
+            timings, host_time = yield from timed(steps)
+            # Evaluations that waited for a compiler, or for rows, tell no rates of the tiers. Only
+            # batches that it chooses for need the chooser: new ones are many, and always
+            # interpreted.
+            is_known = tier is Tier.INTERPRETER or timings.cache_hits
+            if evaluation.tier is Tier.AUTO and not resident.is_streamed and is_known:
+                # Other requests have their steps in between, whose time is none of the tier's.
+                seconds = 1e-9 * (host_time + timings.compute)
+                self._chooser.observe(tier, *_work(resident, evaluation), seconds)
+            return timings
         except self._device.errors as error:
             raise self._translate(error) from error
 
@@ -351,31 +380,6 @@ class CudaEngine:
             self._device.use()
         return loading.result()
 
-    def _evaluate(
-        self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
-    ) -> Steps[Timings]:
-        tier, compiled = evaluation.tier, None
-        if tier is Tier.AUTO:
-            compiled = self._choose(resident, evaluation)
-            tier = Tier.INTERPRETER if compiled is None else Tier.COMPILED
-        interpreter: InterpreterTier | DerivativeTier = self._interpreter
-        if evaluation.gradient and tier is not Tier.COMPILED:
-            interpreter = yield from self._derivative_tier()
-        work = resident, evaluation, outputs
-        if tier is Tier.COMPILED:
-            steps = self._compiled.evaluate(*work, compiled)
-        else:
-            steps = interpreter.evaluate(*work)
-        timings, host_time = yield from timed(steps)
-        # Evaluations that waited for a compiler, or for rows, tell no rates of the tiers. Only
-        # batches that it chooses for need the chooser: new ones are many, and always interpreted.
-        is_known = tier is Tier.INTERPRETER or timings.cache_hits
-        if evaluation.tier is Tier.AUTO and not resident.is_streamed and is_known:
-            # Other requests have their steps in between, whose time is none of the tier's.
-            seconds = 1e-9 * (host_time + timings.compute)
-            self._chooser.observe(tier, *_work(resident, evaluation), seconds)
-        return timings
-
     def _resident(self, dataset_id: bytes) -> ResidentDataset:
         with self._lock:
             resident = self._residents.get(dataset_id)
@@ -411,18 +415,6 @@ class CudaEngine:
             self._compiled.request_compile(resident, evaluation)
         except Exception as error:
             _LOG.warning("a batch was not compiled: %s", error)
-
-
-def _is_compilable(evaluation: Evaluation) -> bool:
-    """Return whether only values, or a built-in loss with its gradient, are wanted."""
-    return not (
-        evaluation.jacobian
-        or evaluation.variable_gradient
-        or evaluation.reductions
-        or evaluation.needs_moments
-        or evaluation.custom_loss is not None
-        or (evaluation.gradient and evaluation.values)
-    )
 
 
 def _work(resident: ResidentDataset, evaluation: Evaluation) -> tuple[WorkKind, int]:

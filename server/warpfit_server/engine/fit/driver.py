@@ -273,8 +273,15 @@ class _Driver:
         return (yield from self._result())
 
     def _run_selected(self) -> Steps[None]:
-        """Advance until every selected search has ended or the time is used up."""
-        yield from self._evaluate_starts()
+        """Advance until every selected search has ended or the time is used up.
+
+        Small searches go to their end at once if the engine can do that.
+        """
+        yield from self._run_small()
+        if self._active.running.any():
+            yield from self._evaluate_first()
+        if (yield from self._is_undefined()):
+            self._all.counters[:, REASON] = NOT_FINITE
         with self._interrupted_at_deadline():
             deadline, report = self._context.deadline, self._context.report
             while (yield from self._on_fit_thread(self._drop_finished)):
@@ -304,17 +311,6 @@ class _Driver:
     def _check_cancelled(self) -> None:
         if self._context.cancelled[0]:
             raise CancelledError("the fit was cancelled", "CANCELLED")
-
-    def _evaluate_starts(self) -> Steps[None]:
-        """Evaluate the starts, and set up what each method needs to know of them.
-
-        Small searches go on to their end if the engine can do that.
-        """
-        yield from self._run_small()
-        if self._active.running.any():
-            yield from self._evaluate_first()
-        if (yield from self._is_undefined()):
-            self._all.counters[:, REASON] = NOT_FINITE
 
     def _run_small(self) -> Steps[None]:
         """Run the selected searches that the engine can run by itself."""
@@ -348,7 +344,17 @@ class _Driver:
     def _evaluate_first(self) -> Steps[None]:
         """Evaluate the active searches for the first time."""
         active, first = self._active, (yield from self._linearise(curvature=True))
-        active.counters[self._leaves_float32(first), REASON] = LEAVES_FLOAT32
+        # Squares of searches that begin may leave float32, in which fast mode computes.
+        if small := self._small_squares:
+            sums = first.losses.reshape(-1)
+            leaves = ~np.isfinite(sums) | (sums < small)
+            assert first.curvatures is not None
+            columns, slopes = first.curvatures[diagonals(active.counts)], first.gradients
+            columns_leave = ~np.isfinite(columns) | ((columns < small) & (slopes != 0.0))
+            owner = np.repeat(np.arange(len(active)), active.counts)
+            leaves[owner[columns_leave | ~np.isfinite(slopes)]] = True
+            leaves &= active.counters[:, EVALUATIONS] == 0
+            active.counters[leaves, REASON] = LEAVES_FLOAT32
         if self._is_lm:
             yield from self._on_fit_thread(self._mark_linear)
         else:
@@ -366,20 +372,6 @@ class _Driver:
         """Sum of squares below which fast mode is given up; 0 in the precise one."""
         is_fast = self._problem.precision is Precision.FAST
         return _SMALL_IN_FLOAT32 * (self._rows.stop - self._rows.start) if is_fast else 0.0
-
-    def _leaves_float32(self, first: Linearisation) -> NDArray[np.bool_]:
-        """Tell of which searches that begin squares leave float32, in which fast mode computes."""
-        active, small = self._active, self._small_squares
-        if not small:
-            return np.zeros(len(active), dtype=bool)
-        sums = first.losses.reshape(-1)
-        leaves = ~np.isfinite(sums) | (sums < small)
-        assert first.curvatures is not None
-        columns, slopes = first.curvatures[diagonals(active.counts)], first.gradients
-        columns_leave = ~np.isfinite(columns) | ((columns < small) & (slopes != 0.0))
-        owner = np.repeat(np.arange(len(active)), active.counts)
-        leaves[owner[columns_leave | ~np.isfinite(slopes)]] = True
-        return np.asarray(leaves & (active.counters[:, EVALUATIONS] == 0))
 
     def _is_undefined(self) -> Steps[bool]:
         """Whether the loss has no value for any parameters, or the target's squares vanish."""
@@ -588,8 +580,15 @@ class _Driver:
 
     def _drop_finished(self) -> bool:
         """Keep the outcomes of ended searches, shrink the batch if it pays; False if all ended."""
-        active = self._active
-        self._end_beside_exact()
+        active, vectors = self._active, self._problem.batch.vectors
+        # Where a start has led to rounding errors, the others of its program end.
+        if vectors > 1 and not self._request.settings.all_starts and self._limits.target > 0.0:
+            rounding = linear_model.ROUNDINGS * (2.0**-24 if self._limits.single else 2.0**-53)
+            exact = active.numbers[:, LOSS] <= rounding * rounding * self._limits.target
+            if exact.any():
+                programs = self._places // vectors
+                beside = active.running & np.isin(programs, programs[exact])
+                active.counters[beside, REASON] = LOSS_CHANGE
         running = active.running
         ended = len(running) - int(running.sum())
         if not ended or (ended < len(running) and ended < _SHRINK_SHARE * len(running)):
@@ -600,18 +599,6 @@ class _Driver:
             return False
         self._select(self._places[running], active.only(running))
         return True
-
-    def _end_beside_exact(self) -> None:
-        """End the searches of programs of which another start has led to rounding errors."""
-        active, vectors = self._active, self._problem.batch.vectors
-        if vectors == 1 or self._request.settings.all_starts or not self._limits.target > 0.0:
-            return
-        rounding = linear_model.ROUNDINGS * (2.0**-24 if self._limits.single else 2.0**-53)
-        exact = active.numbers[:, LOSS] <= rounding * rounding * self._limits.target
-        if exact.any():
-            programs = self._places // vectors
-            beside = active.running & np.isin(programs, programs[exact])
-            active.counters[beside, REASON] = LOSS_CHANGE
 
     def _select(self, places: Integers, searches: Searches) -> None:
         """Go on with some of the searches, given their indices in ``_all``."""

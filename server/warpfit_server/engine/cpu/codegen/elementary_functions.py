@@ -325,20 +325,16 @@ def logarithm(x: Vector) -> Vector:
 
 def _power_for_single(a: Vector, b: Vector) -> Vector:
     """a^b in float64 with about 33 correct bits, for float32 operands widened to float64."""
-    f, e = _split_normal(absolute(a))
-    exponent = b * _power_log2(absolute(a), f.fma(polynomial(f, _LOG2[64]), e))
+    magnitude = absolute(a)
+    # As `_split`, but for subnormals, of which there are none among widened float32.
+    mantissa, low = MANTISSA[magnitude.size], magnitude.like(0.5**0.5).bits()
+    offset = magnitude.bits() - low
+    f = ((offset & ((1 << mantissa) - 1)) + low).real() - 1.0
+    e = (offset >> mantissa).to_real()
+    exponent = b * _power_log2(magnitude, f.fma(polynomial(f, _LOG2[64]), e))
     exponent = _clamp(exponent, -200.0, 200.0)
     k, scale = nearest(exponent)
     return _power_signs(a, b, polynomial(exponent - k, _EXP2[64]) * _power_of_two(scale))
-
-
-def _split_normal(x: Vector) -> tuple[Vector, Vector]:
-    """`_split` without care for subnormals, of which there are none among widened float32."""
-    mantissa = MANTISSA[x.size]
-    low = x.like(0.5**0.5).bits()
-    offset = x.bits() - low
-    remainder = ((offset & ((1 << mantissa) - 1)) + low).real() - 1.0
-    return remainder, (offset >> mantissa).to_real()
 
 
 def _power_log2(magnitude: Vector, result: Vector) -> Vector:

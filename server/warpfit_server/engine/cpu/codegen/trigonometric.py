@@ -32,14 +32,10 @@ _HALF_PI_PAIR: Final = (1.5707963267948966, 6.123233995736766e-17)
 
 @cache
 def _two_over_pi() -> tuple[int, ...]:
-    """Return the words of 2 / pi, the most significant first, behind `_LEADING` zeros."""
-    with localcontext(prec=_BITS // 3):
-        bits = int(2 / _pi() * 2 ** (_BITS - _LEADING))
-    return tuple(bits >> shift & (1 << 64) - 1 for shift in range(_BITS - 64, -1, -64))
+    """Return the words of 2 / pi, the most significant first, behind `_LEADING` zeros.
 
-
-def _pi() -> Decimal:
-    """Return pi to the precision of the context: 16 arctan(1/5) - 4 arctan(1/239) (Machin 1706)."""
+    Pi is 16 arctan(1/5) - 4 arctan(1/239) (Machin 1706).
+    """
 
     def arctan_of_inverse(n: int) -> Decimal:
         power = total = 1 / Decimal(n)
@@ -50,7 +46,10 @@ def _pi() -> Decimal:
             total += power / k
         return total
 
-    return 16 * arctan_of_inverse(5) - 4 * arctan_of_inverse(239)
+    with localcontext(prec=_BITS // 3):
+        pi = 16 * arctan_of_inverse(5) - 4 * arctan_of_inverse(239)
+        bits = int(2 / pi * 2 ** (_BITS - _LEADING))
+    return tuple(bits >> shift & (1 << 64) - 1 for shift in range(_BITS - 64, -1, -64))
 
 
 def reduction(module: ir.Module) -> ir.Function:
@@ -77,10 +76,22 @@ def reduction(module: ir.Module) -> ir.Function:
     fraction = b.shl(turns, _WINDOW(2))
     below = b.icmp_signed("<", fraction, _WINDOW(0))
     magnitude = b.select(below, b.neg(fraction), fraction)
-    high, low = _quarter_turns(b, magnitude)
+    # The fraction, in bits behind the point, as the sum of two doubles.
+    zeros = b.ctlz(b.trunc(b.lshr(magnitude, _WINDOW(128)), _I64), ir.IntType(1)(0))
+    shifted = b.shl(magnitude, b.zext(zeros, _WINDOW))
+    scale = b.bitcast(b.shl(b.sub(_I64(1023 - 53), zeros), _I64(52)), _DOUBLE)
+    high = b.fmul(b.uitofp(b.trunc(b.lshr(shifted, _WINDOW(139)), _I64), _DOUBLE), scale)
+    rest = b.and_(b.trunc(b.lshr(shifted, _WINDOW(86)), _I64), _I64((1 << 53) - 1))
+    low = b.fmul(b.fmul(b.uitofp(rest, _DOUBLE), scale), _DOUBLE(2.0**-53))
     negative = b.icmp_signed("<", bits, _I64(0))
     sign = b.select(b.xor(below, negative), _DOUBLE(-1.0), _DOUBLE(1.0))
-    whole, rest = _times_half_pi(b, high, low)
+    # Times pi / 2, each in two parts.
+    first, second = (_DOUBLE(part) for part in _HALF_PI_PAIR)
+    product = b.fmul(high, first)
+    rest = b.fma(high, first, b.fneg(product))
+    rest = b.fma(high, second, b.fma(low, first, rest))
+    whole = b.fadd(product, rest)
+    rest = b.fsub(rest, b.fsub(whole, product))
     b.store(b.fmul(whole, sign), r)
     b.store(b.fmul(rest, sign), tail)
     b.store(b.select(negative, b.neg(nearest), nearest), count)
@@ -104,27 +115,6 @@ def _window(b: ir.IRBuilder, exponent: Any) -> Any:
         word = b.load(b.gep(table, [_I64(0), b.add(index, _I64(k))]))
         found = b.or_(b.shl(found, _WORDS(64)), b.zext(word, _WORDS))
     return b.trunc(b.lshr(b.shl(found, b.zext(shift, _WORDS)), _WORDS(64)), _WINDOW)
-
-
-def _quarter_turns(b: ir.IRBuilder, magnitude: Any) -> tuple[Any, Any]:
-    """Return a fraction, given as the bits behind the point, as the sum of two doubles."""
-    first = b.trunc(b.lshr(magnitude, _WINDOW(128)), _I64)
-    zeros = b.ctlz(first, ir.IntType(1)(0))
-    shifted = b.shl(magnitude, b.zext(zeros, _WINDOW))
-    scale = b.bitcast(b.shl(b.sub(_I64(1023 - 53), zeros), _I64(52)), _DOUBLE)
-    high = b.fmul(b.uitofp(b.trunc(b.lshr(shifted, _WINDOW(139)), _I64), _DOUBLE), scale)
-    below = b.and_(b.trunc(b.lshr(shifted, _WINDOW(86)), _I64), _I64((1 << 53) - 1))
-    low = b.fmul(b.uitofp(below, _DOUBLE), scale)
-    return high, b.fmul(low, _DOUBLE(2.0**-53))
-
-
-def _times_half_pi(b: ir.IRBuilder, high: Any, low: Any) -> tuple[Any, Any]:
-    first, second = (_DOUBLE(part) for part in _HALF_PI_PAIR)
-    product = b.fmul(high, first)
-    rest = b.fma(high, first, b.fneg(product))
-    rest = b.fma(high, second, b.fma(low, first, rest))
-    total = b.fadd(product, rest)
-    return total, b.fsub(rest, b.fsub(total, product))
 
 
 _INFINITY: Final = float("inf")
