@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from warpfit.errors import InternalError, WarpfitError
 from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine.interface import Engine, Outputs, Steps
-from warpfit_server.engine.native.arguments import array_address
+from warpfit_server.engine.native.intrinsics import array_address
 from warpfit_server.engine.scheduler import ScheduledRequest
 from warpfit_server.ipc.messages import Channel, ChannelClosedError, Reply, SubmitEvaluation
 from warpfit_server.ipc.segments import BEGUN, Segment

@@ -33,20 +33,22 @@ from warpfit_server.engine.cpu.interpreter import INVARIANT_WIDTH, ONE_SPAN, Chu
 from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.lowering import COPY_CODE
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.arguments import (
+from warpfit_server.engine.native.intrinsics import (
     FAILED,
     FINISHED,
     OWN_ARRAYS,
     RANGE,
+    aligned,
+    call_kernel,
     chunk_ranges,
     floats,
+    inlined,
     octets,
     pointer32,
     pointer64,
     reader,
     words,
 )
-from warpfit_server.engine.native.intrinsics import aligned, call_kernel, inlined
 from warpfit_server.engine.native.numba_cache import address_of
 from warpfit_server.engine.search.colony import (
     CLOSE,

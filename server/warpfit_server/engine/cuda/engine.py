@@ -2,12 +2,17 @@
 
 Values and the built-in losses, with their gradients, are interpreted or compiled. Other
 derivatives, user-defined losses and statistics are always interpreted.
+
+The device's colony of a search scores genomes that are whole formulas. Where they call functions
+(templates, functions of the caller), or have to rise and fall with variables, the CPU's engine
+searches, on the threads of the host (`HostSearches`).
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -45,8 +50,8 @@ from warpfit_server.engine.cuda.runtime.device import (
     CudaDevice,
     PageLocks,
 )
-from warpfit_server.engine.cuda.search.host import HostSearches
 from warpfit_server.engine.cuda.tier_chooser import Decision, TierChooser, WorkKind
+from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import (
     Arithmetic,
     EngineBrokenError,
@@ -65,6 +70,7 @@ from warpfit_server.shared_batch import BatchSummary
 from warpfit_server.system.machine import available_cores
 
 if TYPE_CHECKING:
+    from warpfit_server.engine.cpu.engine import CpuEngine
     from warpfit_server.engine.search.colony import Colony
 
 _LOG: Final = logging.getLogger("warpfit.engine")
@@ -440,3 +446,59 @@ def _warm_up(engine: CudaEngine, tier: Tier) -> None:
         for _ in range(2):
             run_to_end(engine.evaluate(evaluation, outputs))
         engine.unload(dataset.content_id)
+
+
+# ----------------------------------------------------------------------------- searches on the host
+
+
+class HostSearches:
+    """The CPU's engine beside a GPU's, which begins with the first search that needs it.
+
+    Args:
+        threads: threads that it may use.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._engine: Future[CpuEngine] | None = None
+
+    @staticmethod
+    def are_needed(request: SearchRequest) -> bool:
+        """Return whether a search is one that the device does not know."""
+        is_composed = request.template is not None or bool(request.definitions)
+        return is_composed or bool(request.monotonic)
+
+    def search(
+        self,
+        request: SearchRequest,
+        datasets: Passes,
+        *,
+        cancelled: NDArray[np.uint8],
+        report: Callable[[SearchProgress], None],
+    ) -> Steps[SearchProgress]:
+        """Search for formulas; see `warpfit_server.engine.interface.Engine.search`."""
+        if self._engine is None:
+            self._engine = WANTED.submit(self._begin)
+        yield self._engine
+        engine, given = self._engine.result(), datasets.whole(request.dataset_id)
+        # Another search may have the same data.
+        own = Dataset.resident(given.layout, given.matrix, os.urandom(32))
+        loaded = LoadedDatasets(engine)
+        loaded.load(own)
+        try:
+            asked = replace(request, dataset_id=own.content_id)
+            return (yield from engine.search(asked, loaded, cancelled=cancelled, report=report))
+        finally:
+            loaded.unload(own.content_id)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        engine = self._engine
+        if engine is not None and not engine.cancel() and engine.exception() is None:
+            engine.result().close()
+
+    def _begin(self) -> CpuEngine:
+        # Imported on first use, because importing it delays the start of the server.
+        from warpfit_server.engine.cpu.engine import CpuEngine
+
+        return CpuEngine(self._threads)

@@ -37,7 +37,7 @@ from warpfit.dataset import Dataset
 from warpfit.fitting import FitRequest
 from warpfit.ir import Batch
 from warpfit.ops import CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER, VARIABLE
-from warpfit_server.engine.fit.spread import TOKENS, spread
+from warpfit_server.engine.fit.searches import TOKENS, spread
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import uncounted
 

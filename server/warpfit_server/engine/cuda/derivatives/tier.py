@@ -22,7 +22,13 @@ from warpfit.errors import ProgramError
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
 from warpfit.request import Evaluation, Precision, Tier, Timings
-from warpfit_server.engine.autodiff import no_row_loss, row_loss_tokens
+from warpfit_server.engine.autodiff import (
+    RequestedOutputs,
+    linearisation_outputs,
+    no_row_loss,
+    requested_outputs,
+    row_loss_tokens,
+)
 from warpfit_server.engine.cuda.derivatives.fits import BLOCKS as BLOCKS_OF_FITS
 from warpfit_server.engine.cuda.derivatives.fits import DeviceFits
 from warpfit_server.engine.cuda.derivatives.launches import (
@@ -60,13 +66,8 @@ from warpfit_server.engine.interface import (
     Steps,
     edges_of,
 )
-from warpfit_server.engine.lowering_cache import LoweringCache
+from warpfit_server.engine.lowering import LoweringCache
 from warpfit_server.engine.native.compile_processes import BACKGROUND
-from warpfit_server.engine.requested_outputs import (
-    RequestedOutputs,
-    linearisation_outputs,
-    requested_outputs,
-)
 from warpfit_server.shared_batch import SharedBatch
 
 #: Most rows of which values are on the device at a time, a power of two.
