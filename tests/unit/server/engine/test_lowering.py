@@ -15,7 +15,7 @@ from warpfit.losses import DIFFERENCE
 from warpfit.ops import OPERATORS
 from warpfit.parse import parse
 from warpfit_server import shared_batch
-from warpfit_server.engine import lowering_cache
+from warpfit_server.engine import lowering
 from warpfit_server.engine.autodiff import (
     BY_PARAMETERS,
     BY_VARIABLES,
@@ -27,8 +27,7 @@ from warpfit_server.engine.autodiff import (
 from warpfit_server.engine.cpu.derivatives import differentiation_work
 from warpfit_server.engine.cpu.interpreter import lowering_work
 from warpfit_server.engine.interface import run_to_end
-from warpfit_server.engine.lowering import Lowered, lower_chunk
-from warpfit_server.engine.lowering_cache import LoweringCache
+from warpfit_server.engine.lowering import Lowered, LoweringCache, lower_chunk
 from warpfit_server.engine.native.numba_cache import address_of, load_chunk_function
 from warpfit_server.engine.native.parallel_loop import ParallelLoop
 
@@ -202,8 +201,8 @@ def test_the_same_batch_is_cached_from_the_first_time_on(made, make):
 
 
 def test_the_cache_is_limited_by_the_tokens_of_its_batches(monkeypatch, made, make):
-    monkeypatch.setattr(lowering_cache, "_MOST_TOKENS", 1000)
-    monkeypatch.setattr(lowering_cache, "_LEAST_TOKENS", 1)
+    monkeypatch.setattr(lowering, "_MOST_TOKENS", 1000)
+    monkeypatch.setattr(lowering, "_LEAST_TOKENS", 1)
     cache = LoweringCache()
     batches = [Batch.of(*thesis_mix(seed, 10)) for seed in range(20)]
     for batch in batches:

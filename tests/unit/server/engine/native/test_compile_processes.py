@@ -18,7 +18,7 @@ from numba.extending import register_jitable
 
 from support.servers.server import eventually
 from warpfit_server.engine.cpu.codegen import parts
-from warpfit_server.engine.native import code_libraries, compile_processes
+from warpfit_server.engine.native import compile_processes, numba_cache
 from warpfit_server.engine.native.intrinsics import inlined, uncounted
 from warpfit_server.engine.native.numba_cache import load, njit
 
@@ -203,11 +203,11 @@ def signature():
 
 @pytest.mark.parametrize(
     ("decorate", "known"),
-    [*((each, code_libraries.KNOWN_VERSIONS) for each in makers()), (numba.njit, ())],
+    [*((each, numba_cache.KNOWN_VERSIONS) for each in makers()), (numba.njit, ())],
 )
 def test_callees_are_compiled_with_the_function_that_calls_them(decorate, known, monkeypatch):
     """With a version of Numba that is not known they are compiled as usual."""
-    monkeypatch.setattr(code_libraries, "KNOWN_VERSIONS", known)
+    monkeypatch.setattr(numba_cache, "KNOWN_VERSIONS", known)
     vector = np.array([1.5, -2.0])
     for _ in range(2):  # compiled, and from the disk
         combine, _ = chain(decorate, njit(error_model="numpy"))

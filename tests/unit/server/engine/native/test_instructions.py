@@ -11,29 +11,29 @@ import pytest
 
 pytest.importorskip("numba")
 
-from warpfit_server.engine.native import instructions
+from warpfit_server.engine.native import numba_cache
 from warpfit_server.system.compile_cache import engine_environment, source_fingerprint
 
 LOADS = """
 from warpfit_server.engine.cpu.codegen import parts
-from warpfit_server.engine.native import code_libraries
+from warpfit_server.engine.native import numba_cache
 
 def fail(*_):
     raise AssertionError("Numba compiles")
 
-code_libraries.WholeCompiler.compile_extra = fail
+numba_cache.WholeCompiler.compile_extra = fail
 for part in ("parallel", "check", "rules", "lower"):
     parts.PARTS[part].load()
 """
 
 
 def test_they_were_written_from_these_sources():
-    written, _, _ = lzma.decompress(instructions.FILE.read_bytes()).partition(b" ")
+    written, _, _ = lzma.decompress(numba_cache.INSTRUCTIONS.read_bytes()).partition(b" ")
     wanted = "python -m warpfit_server.write_instructions writes them again"
     assert written.decode() == source_fingerprint(), wanted
 
 
-@pytest.mark.skipif("x86_64" not in instructions.stamp(), reason="they are for x86-64")
+@pytest.mark.skipif("x86_64" not in numba_cache.stamp(), reason="they are for x86-64")
 def test_numba_compiles_nothing_where_they_are(tmp_path):
     tmp_path.chmod(0o700)
     command = [sys.executable, "-c", LOADS]
@@ -43,13 +43,13 @@ def test_numba_compiles_nothing_where_they_are(tmp_path):
 
 @pytest.mark.parametrize("content", [None, b"", b"no xz", "other", "cut"])
 def test_functions_are_compiled_where_there_are_none(content, monkeypatch, tmp_path):
-    kept = instructions.FILE.read_bytes()
+    kept = numba_cache.INSTRUCTIONS.read_bytes()
     changed = lzma.compress(b"other" + lzma.decompress(kept))
     path = tmp_path / "instructions.xz"
     if content is not None:
         path.write_bytes({"other": changed, "cut": kept[:-1000]}.get(content, content))
-    monkeypatch.setattr(instructions, "FILE", path)
-    assert instructions._read.__wrapped__() == {}
+    monkeypatch.setattr(numba_cache, "INSTRUCTIONS", path)
+    assert numba_cache._read_instructions.__wrapped__() == {}
 
 
 @pytest.mark.thorough
@@ -61,6 +61,6 @@ def test_the_same_are_written_again(tmp_path):
     again, kept = [
         # Numba names functions of array expressions by an address.
         re.sub(rb"array_expr_0x[0-9a-f]+", b"", lzma.decompress(file.read_bytes()))
-        for file in (path, instructions.FILE)
+        for file in (path, numba_cache.INSTRUCTIONS)
     ]
     assert again == kept

@@ -13,7 +13,7 @@ import pytest
 
 from support.servers.server import eventually
 from warpfit_server.engine.native import parallel_loop
-from warpfit_server.engine.native.arguments import CANCELLED, FAILED, FINISHED
+from warpfit_server.engine.native.intrinsics import CANCELLED, FAILED, FINISHED
 from warpfit_server.engine.native.parallel_loop import NEVER, ParallelLoop
 
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)

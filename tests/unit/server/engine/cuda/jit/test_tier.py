@@ -50,7 +50,7 @@ from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.tier_chooser import Decision, TierChooser, TierCost, WorkKind
 from warpfit_server.engine.interface import Arithmetic, Outputs, run_to_end
 from warpfit_server.engine.lowering import Lowered
-from warpfit_server.engine.native.arguments import argument_block
+from warpfit_server.engine.native.intrinsics import argument_block
 
 
 @pytest.fixture
