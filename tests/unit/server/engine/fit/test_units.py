@@ -48,13 +48,6 @@ def outcome(method, loss, y=1.0, x1=1.0, x2=1.0, **options):
 usual = cache(outcome)
 
 
-@pytest.fixture(scope="module")
-def cpu():
-    engine = CpuEngine(threads=1)
-    yield engine
-    engine.close()
-
-
 exponents = st.integers(-100, 100)  # 1e-30 to 1e30
 
 
@@ -108,14 +101,14 @@ def test_a_law_is_found_in_any_units(method, y, x):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_plancks_constant_from_the_photoelectric_effect(cpu, method, dtype):
+def test_plancks_constant_from_the_photoelectric_effect(engine, method, dtype):
     """The units of physics: J, Hz and Js."""
     frequency = np.linspace(5.5e14, 1.2e15, 40)
     h, work = 6.62607015e-34, 3.4e-19
     energy = h * frequency - work + 1e-21 * rng.normal(size=40)
     data = Dataset.of(frequency[:, None], energy, dtype=dtype)
-    cpu.load(data)
-    found = fit(data, ["p1*x1 - p2"], [[1e-33, 1e-19]], method=method, engine=cpu)
+    engine.load(data)
+    found = fit(data, ["p1*x1 - p2"], [[1e-33, 1e-19]], method=method, engine=engine)
     slope, intercept = np.polyfit(frequency, energy, 1)
     assert found.iterations[0] > 0
     assert found.success[0]
