@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,28 +12,17 @@ from hypothesis import strategies as st
 from support.engines import hard_cases
 from support.engines.accuracy import BOUNDS, Bound, excess, rounded_threshold, ulps
 from support.engines.operators import edge_values, node_results
-from support.engines.references import Evaluate
 from support.random_programs import random_program
 from warpfit.dataset import Dataset
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS
 from warpfit.request import Precision
-from warpfit_server.engine.cpu.engine import CpuEngine
 
 DTYPES = ("float32", "float64")
 #: Of pi/2, beside which the circular functions are tried.
 MULTIPLES = 200_000
 #: Operators whose zeros have NumPy's sign: of 0 and -0 the lesser and the greater are either.
 SIGNED_ZEROS = tuple(name for name in OPERATORS if name not in ("min", "max", "relu"))
-
-
-@pytest.fixture(scope="module")
-def evaluate() -> Iterator[Evaluate]:
-    engine = CpuEngine(threads=1)
-    runner = Evaluate(engine)
-    yield runner
-    runner.unload()
-    engine.close()
 
 
 def operand_matrix(arity: int, dtype: str) -> np.ndarray:
