@@ -183,15 +183,6 @@ class TestAdmission:
 class TestPlaces:
     """A request is a call in flight from the arrival of its message to the end of the work."""
 
-    @pytest.mark.parametrize("name", KINDS)
-    def test_a_call_without_a_message_has_none(self, start, name):
-        front_end = start(echo_of(name), name=name, max_requests=1)
-        silent = front_end.call(silent=True)
-        front_end.await_counts(0, front_end.calls.admission.message_bytes)
-        front_end.ok(b"x")
-        silent.cancel()
-        front_end.await_counts()
-
     def test_an_upload_has_one_from_its_first_message(self, start):
         front_end = start(echo_of("UploadVariables"), name="UploadVariables", max_requests=1)
         running = front_end.call(b"x", silent=True)
