@@ -486,15 +486,16 @@ def test_compiled_steps_look_at_the_flag_of_cancellation(monkeypatch, method):
 _PROGRAM = """
 import sys, threading, time
 import numpy as np
-from warpfit.dataset import Dataset
-from warpfit.fitting import FitRequest, FitSettings, Method
-from warpfit.ir import Batch
-from warpfit.request import Evaluation, Loss
+from support.engines.fits import prepared
+from support.engines.references import outputs_for
 from support.random_programs import thesis_mix
 from warpfit import parse
-from warpfit_server.engine.interface import Outputs, run_to_end
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.cpu.engine import CpuEngine
-from warpfit_server.engine.fit.driver import FitContext, optimize
+from warpfit_server.engine.fit.driver import optimize
+from warpfit_server.engine.interface import run_to_end
 from warpfit_server.engine.native.compile_processes import BACKGROUND
 from warpfit_server.limits import evaluation_memory, fit_memory
 from warpfit_server.system.machine import give_back_memory
@@ -521,19 +522,17 @@ engine = CpuEngine(2)
 engine.load(data)
 
 def compute(programs, starts):
-    evaluation = Evaluation(
-        *(data.content_id, Batch.of(programs, starts)), loss=Loss.MSE, values=False,
-        correlation=kind == "vectors",
-    )
-    cancelled = np.zeros(1, np.uint8)
     if method == "evaluate":
-        losses, moments = (np.empty((*evaluation.shape(data.layout)[:2], n)) for n in (1, 7))
-        moments = moments if evaluation.correlation else None
-        outputs = Outputs(None, losses, cancelled, lambda count: None, moments=moments)
-        run_to_end(engine.evaluate(evaluation, outputs))
-        return (8 * losses.size + evaluation_memory(evaluation, data.layout)) / 2**20
-    request = FitRequest(evaluation, FitSettings(method=Method(method), max_iterations=3))
-    run_to_end(optimize(request, FitContext(engine.linearise, engine.evaluate, data, cancelled)))
+        asked = Evaluation(
+            data.content_id, Batch.of(programs, starts), loss=Loss.MSE, values=False,
+            correlation=kind == "vectors",
+        )
+        outputs = outputs_for(asked, data.layout)
+        run_to_end(engine.evaluate(asked, outputs))
+        return (outputs.losses.nbytes + evaluation_memory(asked, data.layout)) / 2**20
+    settings = {"method": method, "max_iterations": 3, "loss": Loss.MSE, "engine": engine}
+    request, context = prepared(data, programs, starts, **settings)
+    run_to_end(optimize(request, context))
     return fit_memory(request, data.layout) / 2**20
 
 compute(programs[:1], [starts[0][:1]])

@@ -40,34 +40,28 @@ def test_a_process_that_fails_is_logged_and_nothing_else(tmp_path, caplog):
     assert (tmp_path / "all.complete").exists()
 
 
-class Slow:
-    """A process that takes a while."""
-
-    started: list[list[str]]
-    ended: list[list[str]]
-
-    def __init__(self, place, module, names, lock, *, urgent):
-        self.names = names
-        self.started.append(names)
-
-    def wait(self):
-        time.sleep(0.2)
-        self.ended.append(self.names)
-        return 0
-
-
 def test_one_engine_compiles_and_the_others_wait(monkeypatch, tmp_path):
-    Slow.started, Slow.ended = [], []
+    started, ended = [], []
 
-    def compile_all(number):
+    class Slow:
+        """A process that takes a while."""
+
+        def __init__(self, place, module, names, lock, *, urgent):
+            started.append(names)
+
+        def wait(self):
+            time.sleep(0.2)
+            ended.append(0)
+            return 0
+
+    def compile_all(_):
         compile_processes.compile_once(tmp_path, "all", "module", [["part"]])
-        return len(Slow.ended)
+        return len(ended)
 
     monkeypatch.setattr(compile_processes, "_start", Slow)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(compile_all, range(4)))
-    assert found == [1] * 4
-    assert Slow.started == [["part"]]
+        assert [*pool.map(compile_all, range(4))] == [1] * 4
+    assert started == [["part"]]
 
 
 # ------------------------------------------------------------------------------------- sealed files
@@ -99,9 +93,6 @@ def test_a_function_is_compiled_once_and_its_files_are_private(place):
     kept = [path for path in place.rglob("*") if path.is_file()]
     assert {path.suffix for path in kept} == {".nbi", ".nbc"}
     assert all(path.stat().st_mode & 0o077 == 0 for path in (place, *kept))
-
-
-def test_a_function_that_returns_another_type_is_not_loaded(place):
     with pytest.raises(AssertionError, match="returns int64"):
         load(njit()(add_one), types.float64(types.int64))
 
@@ -148,11 +139,6 @@ def test_processes_without_an_environment_keep_code_with_the_rest(tmp_path):
 # -------------------------------------------------------------------- callees of compiled functions
 
 
-def makers():
-    """Decorators of functions that compiled code calls."""
-    return [inlined, uncounted, register_jitable, numba.njit]
-
-
 def chain(decorate, root):
     """Return a function that calls others, some of them in two ways and with two types."""
 
@@ -183,21 +169,28 @@ def chain(decorate, root):
     return combine, norm
 
 
-def signature():
-    return types.float64(types.float64[::1], types.int64)
+def loaded(decorate):
+    """Return a function and one of its callees, loaded as the engine loads its functions."""
+    combine, norm = chain(decorate, njit(error_model="numpy"))
+    load(combine, SIGNATURE)
+    return combine, norm
+
+
+SIGNATURE = types.float64(types.float64[::1], types.int64)
+#: Decorators of functions that compiled code calls.
+MAKERS = [inlined, uncounted, register_jitable, numba.njit]
 
 
 @pytest.mark.parametrize(
     ("decorate", "known"),
-    [*((each, code_libraries.KNOWN_VERSIONS) for each in makers()), (numba.njit, ())],
+    [*((each, code_libraries.KNOWN_VERSIONS) for each in MAKERS), (numba.njit, ())],
 )
 def test_callees_are_compiled_with_the_function_that_calls_them(decorate, known, monkeypatch):
     """With a version of Numba that is not known they are compiled as usual."""
     monkeypatch.setattr(code_libraries, "KNOWN_VERSIONS", known)
     vector = np.array([1.5, -2.0])
     for _ in range(2):  # compiled, and from the disk
-        combine, _ = chain(decorate, njit(error_model="numpy"))
-        load(combine, signature())
+        combine, _ = loaded(decorate)
         assert combine(vector, 2) == 6.25 + 8 + 2.25
         with pytest.raises(ValueError, match="no such power"):
             combine(vector, 0)
@@ -205,16 +198,14 @@ def test_callees_are_compiled_with_the_function_that_calls_them(decorate, known,
 
 @pytest.mark.parametrize("decorate", [inlined, numba.njit])
 def test_other_functions_may_call_a_callee_too(decorate):
-    combine, norm = chain(decorate, njit(error_model="numpy"))
-    load(combine, signature())
+    _, norm = loaded(decorate)
 
     @numba.njit
     def plain(vector):
         return norm(vector) + 1.0
 
     assert plain(np.array([3.0, 1.0])) == 11.0
-    other, _ = chain(decorate, njit(error_model="numpy"))
-    load(other, signature())
+    other, _ = loaded(decorate)
     assert other(np.array([3.0]), 1) == 9.0 + 1.0 + 3.0
 
 
@@ -225,8 +216,8 @@ def test_one_function_that_python_calls_may_call_another():
     def twice(vector, exponent):
         return 2.0 * combine(vector, exponent)
 
-    load(twice, signature())
-    load(combine, signature())
+    load(twice, SIGNATURE)
+    load(combine, SIGNATURE)
     vector = np.array([1.5, -2.0])
     assert twice(vector, 2) == 2.0 * combine(vector, 2) == 33.0
     with pytest.raises(ValueError, match="no such power"):
