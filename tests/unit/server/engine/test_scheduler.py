@@ -324,17 +324,6 @@ def test_probes_run_beside_a_suspect(steps):
     assert other.state == ALONE
 
 
-def test_waiting_requests_are_merged_and_the_cost_is_shared():
-    simulation = Simulation(threads=1, merged_size=100)
-    calls = [
-        call(name, 0.0, 0.001, merge_key="same", size=10) for name in "abcd" for _ in range(25)
-    ]
-    simulation.run(calls, until=1.0)
-    assert all(one.ended >= 0 for one in calls)
-    assert simulation.steps == 10, "ten of them fill a step"
-    assert max(simulation.used.values()) == pytest.approx(min(simulation.used.values()))
-
-
 def test_a_tenant_that_was_idle_has_priority_for_a_bounded_time():
     busy = [call("busy", 0.0, 0.004) for _ in range(2_000)]
     back = [call("back", 0.0, 0.004), *[call("back", 4.0, 0.004) for _ in range(500)]]

@@ -414,70 +414,29 @@ def assert_formulas(codes, values, grammar, operators, functions=1, columns=COLU
     return made
 
 
-_OPERATORS = st.sampled_from(
-    [EXACT, ("add",), ("exp",), ("where",), ("where", "exp"), ("sub", "div"), tuple(OPERATORS)]
-)
-
-
-@given(
-    operators=_OPERATORS,
-    most=st.sampled_from([1, 2, 7, 8, 20, 40]),
-    functions=st.integers(1, 3),
-    seed=st.integers(0, 2**64 - 1),
-)
-def test_variation_writes_formulas(both, operators, most, functions, seed):
-    """Those of CUDA C++ have the same tokens, and constants that differ by rounding."""
-    assume(functions <= most)
-    grammar = grammar_of(asked(operators, max_size=most), functions)
-    results = []
-    for own in both:
-        codes, values, lengths = rows_of(grammar, 3)
-        random = own.random(seed)
-        width = int(grammar[WIDTH])
-        for parent in range(2):
-            lengths[parent] = own.call(
-                "draw_formula", grammar, random, codes.reshape(-1), values.reshape(-1),
-                width * parent,
-            )  # fmt: skip
-            row = codes[parent, : lengths[parent]], values[parent, : lengths[parent]]
-            assert_formulas(*row, grammar, operators, functions)
-            assert lengths[parent] <= max(most, functions)
-        before = codes[:2].copy(), values[:2].copy()
-        for _ in range(30):
-            codes[2], values[2] = 0, 0
-            length = own.call(
-                "vary", grammar, random, codes.reshape(-1), values.reshape(-1), 0,
-                int(lengths[0]), width, int(lengths[1]), codes.reshape(-1), values.reshape(-1),
-                2 * width,
-            )  # fmt: skip
-            np.testing.assert_array_equal(codes[:2], before[0])
-            np.testing.assert_array_equal(values[:2], before[1])
-            row = codes[2, :length], values[2, :length]
-            if length:
-                assert_formulas(*row, grammar, operators, functions)
-            results.append((length, *(array.copy() for array in row), random.copy()))
-    half = len(results) // 2
-    for one, other in zip(results[:half], results[half:], strict=True):
-        assert one[0] == other[0]
-        np.testing.assert_array_equal(one[1], other[1])
-        np.testing.assert_allclose(one[2], other[2], rtol=1e-4, atol=1e-5)
-        np.testing.assert_array_equal(one[3], other[3])
-
-
 @given(rules=some_rules(), units=st.none() | some_units(), form=st.sampled_from(Form),
+       functions=st.sampled_from([1, 1, 2, 3]), ternary=st.booleans(),
        seed=st.integers(0, 2**64 - 1), tries=st.sampled_from([1, 3]))  # fmt: skip
-def test_children_are_simplified_and_allowed(both, rules, units, form, seed, tries):
-    """A population of one island and a small one beside it, bred for some generations."""
-    weights = dict.fromkeys((*RULED, "mul"), 1.0)
+def test_children_are_simplified_and_allowed(
+    both, rules, units, form, functions, ternary, seed, tries
+):
+    """A population of one island and a small one beside it, bred for some generations.
+
+    What is bred as CUDA C++ has the same tokens, and constants that differ by rounding.
+    """
+    assume(functions == 1 or functions <= rules.max_size)
+    operators = ("where", "fma") if ternary else (*RULED, "mul")
+    form, units = (form, units) if functions == 1 else (Form.PLAIN, None)
     request = SearchRequest(
-        b"", operators=weights, form=form, units=units, rules=rules, max_generations=1
-    )
-    grammar, own_units = grammar_of(request), new_units(request, 6)
+        b"", operators=dict.fromkeys(operators, 1.0), form=form, units=units, rules=rules,
+        max_generations=1,
+    )  # fmt: skip
+    grammar, own_units = grammar_of(request, functions), new_units(request, 6)
     formulas, width = 12, int(grammar[WIDTH])
     results = []
     for own in both:
-        codes, values, lengths = rows_of(grammar, formulas)
-        child_codes, child_values, child_lengths = rows_of(grammar, formulas)
+        parents, children = rows_of(grammar, formulas), rows_of(grammar, formulas)
+        codes, values, lengths = parents
         tried, work = np.zeros(1 << 10, np.uint64), np.zeros(width, np.int32)
         words, hashes, made = np.zeros(width, np.uint64), np.zeros(formulas, np.uint64), []
         for formula in range(formulas):
@@ -487,22 +446,25 @@ def test_children_are_simplified_and_allowed(both, rules, units, form, seed, tri
             )  # fmt: skip
         scores = np.arange(formulas, dtype=np.float32)
         for generation in range(1, 4):
+            before = [array.copy() for array in parents]
             for formula in range(formulas):
-                child_lengths[formula] = own.call(
+                children[2][formula] = own.call(
                     "breed", grammar, own_units, own.random(seed, generation, formula),
-                    codes.reshape(-1), values.reshape(-1), lengths, scores, formulas, 4, formula,
-                    child_codes.reshape(-1), child_values.reshape(-1), hashes, tried,
+                    parents[0].reshape(-1), parents[1].reshape(-1), parents[2], scores, formulas,
+                    4, formula, children[0].reshape(-1), children[1].reshape(-1), hashes, tried,
                     np.uint64(len(tried) - 1), tries, work, words,
                 )  # fmt: skip
+            for array, expected in zip(parents, before, strict=True):
+                np.testing.assert_array_equal(array, expected)
             marks = []
-            for row, length in enumerate(child_lengths.tolist()):
+            for row, length in enumerate(children[2].tolist()):
                 if not length:
                     continue
-                tokens_of = child_codes[row, :length], child_values[row, :length]
-                (tree,) = assert_formulas(*tokens_of, grammar, weights)
-                assert keeps_rules(tree, request)
-                assert keeps_units(tree, request)
-                word = own.structure_hash(grammar, [tree])
+                tokens_of = children[0][row, :length], children[1][row, :length]
+                found = assert_formulas(*tokens_of, grammar, operators, functions)
+                assert all(keeps_rules(tree, request) for tree in found)
+                assert all(keeps_units(tree, request) for tree in found)
+                word = own.structure_hash(grammar, found)
                 assert hashes[row] == word
                 if tries == 1 or CONSTANT not in tokens_of[0]:
                     assert tried[word & len(tried) - 1] & np.uint64((1 << 44) - 1) != word >> 20
@@ -511,13 +473,14 @@ def test_children_are_simplified_and_allowed(both, rules, units, form, seed, tri
                 place = word & len(tried) - 1
                 mark = own.call("tried_mark", np.uint64(word), np.uint64(generation))
                 tried[place] = max(int(tried[place]), mark)
-            codes, values, lengths = child_codes.copy(), child_values.copy(), child_lengths.copy()
-            used = np.arange(width) < lengths[:, None]
-            made.append((lengths, np.where(used, codes, 0)))
+            parents = [array.copy() for array in children]
+            used = np.arange(width) < parents[2][:, None]
+            made.append((parents[2], *(np.where(used, array, 0) for array in parents[:2])))
         results.append(made)
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one[0], other[0])
         np.testing.assert_array_equal(one[1], other[1])
+        np.testing.assert_allclose(one[2], other[2], rtol=1e-4, atol=1e-5)
 
 
 def test_later_marks_of_structures_stay(genes):
