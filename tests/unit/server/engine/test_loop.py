@@ -36,8 +36,13 @@ from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.system.lifetime import EXIT_BROKEN
 
 #: Constants in programs that make the engine below misbehave, or wait.
-BAD, BUG, LACKS_MEMORY, BROKEN, SLOW, WAITS = 601.0, 602.0, 603.0, 604.0, 605.0, 606.0
-ON_DEVICE = 607.0
+BAD, BUG, LACKS_MEMORY, BROKEN, SLOW, WAITS, ON_DEVICE = np.arange(601.0, 608.0).tolist()
+ERRORS = {
+    BAD: ProgramError("bad", "BAD_TOKEN", expression=0),
+    BUG: ZeroDivisionError(),
+    LACKS_MEMORY: OSError(errno.ENOMEM, "no memory"),
+    BROKEN: EngineBrokenError(),
+}
 STEPS = 400
 #: Nanoseconds that the engine below says that it computes.
 COMPUTE = 5_500
@@ -87,14 +92,8 @@ class FakeEngine:
         self.tiers.append(evaluation.tier)
         self.go.wait(10)
         constants = set(batch.values)
-        if BAD in constants:
-            raise ProgramError("bad", "BAD_TOKEN", expression=0)
-        if BUG in constants:
-            raise ZeroDivisionError
-        if LACKS_MEMORY in constants:
-            raise OSError(errno.ENOMEM, "no memory")
-        if BROKEN in constants:
-            raise EngineBrokenError
+        for constant in constants & ERRORS.keys():
+            raise ERRORS[constant]
         if WAITS in constants:
             yield self.promised
         if ON_DEVICE in constants:

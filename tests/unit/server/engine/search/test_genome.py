@@ -58,13 +58,21 @@ X, Y, Z = (Tree(VARIABLE, float(column)) for column in COLUMNS)
 
 
 class OwnGenes(Genes):
+    asked = None
+
+    def tables(self, request):
+        """Return the grammar and the units of a request, which many formulas have in turn."""
+        if self.asked is not request:
+            self.asked, self.made = request, (grammar_of(request), new_units(request, 6))
+        return self.made
+
     def keeps(self, request, tree):
         """Return whether a formula keeps to the rules and units of a request."""
-        return self.is_allowed(grammar_of(request), new_units(request, 6), [tree])
+        return self.is_allowed(*self.tables(request), [tree])
 
     def simplified(self, request, tree):
         """Return a formula as it is simplified, or None."""
-        found = self.simplify(grammar_of(request), [tree])
+        found = self.simplify(self.tables(request)[0], [tree])
         return found[0] if found else None
 
 
