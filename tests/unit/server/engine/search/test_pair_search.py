@@ -170,7 +170,7 @@ def test_a_search_takes_no_more_memory_than_is_admitted(weigher, monkeypatch, ro
     try:
         target = np.exp(X[0]) + rng.normal(size=rows)
         search = search_of(weigher, target, X=X, values=values, size=size)
-        for _ in range(14):
+        for _ in range(8):
             run_to_end(search.step(search.library[:20]))
         run_to_end(search.sums(NONE))
         most = tracemalloc.get_traced_memory()[1]
