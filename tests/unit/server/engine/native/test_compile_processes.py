@@ -40,28 +40,34 @@ def test_a_process_that_fails_is_logged_and_nothing_else(tmp_path, caplog):
     assert (tmp_path / "all.complete").exists()
 
 
+class Slow:
+    """A process that takes a while."""
+
+    started: list[list[str]]
+    ended: list[list[str]]
+
+    def __init__(self, place, module, names, lock, *, urgent):
+        self.names = names
+        self.started.append(names)
+
+    def wait(self):
+        time.sleep(0.2)
+        self.ended.append(self.names)
+        return 0
+
+
 def test_one_engine_compiles_and_the_others_wait(monkeypatch, tmp_path):
-    started, ended = [], []
+    Slow.started, Slow.ended = [], []
 
-    class Slow:
-        """A process that takes a while."""
-
-        def __init__(self, place, module, names, lock, *, urgent):
-            started.append(names)
-
-        def wait(self):
-            time.sleep(0.2)
-            ended.append(0)
-            return 0
-
-    def compile_all(_):
+    def compile_all(number):
         compile_processes.compile_once(tmp_path, "all", "module", [["part"]])
-        return len(ended)
+        return len(Slow.ended)
 
     monkeypatch.setattr(compile_processes, "_start", Slow)
     with ThreadPoolExecutor(4) as pool:
-        assert [*pool.map(compile_all, range(4))] == [1] * 4
-    assert started == [["part"]]
+        found = list(pool.map(compile_all, range(4)))
+    assert found == [1] * 4
+    assert Slow.started == [["part"]]
 
 
 # ------------------------------------------------------------------------------------- sealed files
