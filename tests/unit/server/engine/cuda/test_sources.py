@@ -29,11 +29,13 @@ from warpfit_server.engine.cuda.jit.graph import graph_source
 from warpfit_server.engine.cuda.runtime.driver_calls import DRIVER, argument_type
 from warpfit_server.engine.cuda.runtime.translation import (
     UntranslatableError,
+    name_of,
     translate,
 )
 from warpfit_server.engine.cuda.search import colony, pairs
 from warpfit_server.engine.cuda.search.pairs import pairs_source
 from warpfit_server.engine.interface import Arithmetic
+from warpfit_server.engine.native.intrinsics import inlined
 
 F, P, D = Arithmetic.FAST, Arithmetic.PRECISE, Arithmetic.DOUBLE
 #: The interpreter's variant by architecture; few rows a thread assemble sooner.
@@ -151,10 +153,35 @@ def test_statistics_have_as_many_numbers_as_their_memory():
 # ------------------------------------------------------------------------------- Python as CUDA C++
 
 
-# What is translated computes the same: tests of genomes and of small fits compare it with Python.
+# What kernels have computes the same: tests of genomes and of small fits compare it with Python.
 
 
 Floats = NDArray[np.float64]
+
+
+@inlined
+def example(table: Floats, scale: float) -> float:
+    """What the translator knows and no kernel has at present."""
+    total, count, found = 0.0, 0, False
+    for i in range(0, table.shape[1], 2):
+        if table[0, i] < 0.0 < scale and not found:
+            continue
+        count += i % 3 + (i // 2 << 1 | 1) & 7
+        found = found or count in (4, 7)
+        total += table[1, i] / (i + 1) + count / 3
+    return total + count
+
+
+def test_it_computes_the_same():
+    library = compile_for_host(
+        f'{translate([example])}\nextern "C" double call(double* table, int n, double scale) '
+        f"{{ return {name_of(example)}(Table<double>{{table, n}}, scale); }}"
+    )
+    library.call.restype = ctypes.c_double
+    for table in np.random.default_rng(0).normal(size=(20, 2, 15)):
+        for scale in (1.0, -1.0):
+            given = ctypes.c_void_p(table.ctypes.data), 15, ctypes.c_double(scale)
+            assert library.call(*given) == pytest.approx(example(table, scale), rel=1e-15)
 
 
 def _sum_of_generator(values: Floats) -> float:
