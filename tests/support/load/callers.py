@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from support.load.processes import Processes
+from support.load.processes import Processes, in_threads
 from support.servers.rpcs import SERVICE, detail_of
 
 EVALUATE, OPTIMIZE = SERVICE + "Evaluate", SERVICE + "Optimize"
@@ -90,7 +90,8 @@ def closed_loop(caller: Caller, seconds: float, least: float = 0.0) -> Outcomes:
 def closed_loops(callers: list[Caller], seconds: float) -> Outcomes:
     """Closed loops, a thread for each caller."""
     outcomes: Outcomes = []
-    _in_threads(lambda caller: outcomes.extend(closed_loop(caller, seconds)), callers)
+    with in_threads(lambda caller: outcomes.extend(closed_loop(caller, seconds)), callers):
+        pass
     return outcomes
 
 
@@ -110,16 +111,9 @@ def open_loop(callers: list[Caller], rate: float, seconds: float) -> Outcomes:
             time.sleep(max(0.0, started + turn / rate - time.perf_counter()))
             outcomes.append(caller.call()[0])
 
-    _in_threads(work, callers)
+    with in_threads(work, callers):
+        pass
     return outcomes
-
-
-def _in_threads(work: Callable[[Caller], None], callers: Iterable[Caller]) -> None:
-    threads = [threading.Thread(target=work, args=(caller,)) for caller in callers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 class Crew(Processes):

@@ -10,6 +10,7 @@ import numpy as np
 import warpfit
 from support.load.faults import injected
 from support.load.load import OwnConnection
+from support.load.processes import in_threads
 from support.random_programs import thesis_mix
 from support.servers.server import ServerProcess
 from warpfit.cli.top import Scrape, scrape
@@ -34,16 +35,13 @@ def soak(
     counts: dict[str, int] = {}
     batches = [thesis_mix(seed, 300) for seed in range(2 if seconds < 60 else 12)]
     with ServerProcess(*flags, devices=devices, **environment) as server:
-        threads = [
-            threading.Thread(target=_client, args=(server.address, number, batches, stop, counts))
-            for number in range(clients)
-        ]
-        for thread in threads:
-            thread.start()
-        samples = _watch(server, seconds)
-        stop.set()
-        for thread in threads:
-            thread.join()
+
+        def client(number: int) -> None:
+            _client(server.address, number, batches, stop, counts)
+
+        with in_threads(client, range(clients)):
+            samples = _watch(server, seconds)
+            stop.set()
         time.sleep(1.0)  # further front ends send their figures twice a second
         page = scrape(server.facts["metrics"])
     return {**judged(samples), "calls": dict(sorted(counts.items())), **_balance(page)}
