@@ -55,22 +55,12 @@ def clients(server):
     """So many clients that each process has some; the kernel deals them out by chance."""
     with ExitStack() as stack:
         connected: list[warpfit.Client] = []
-        while len(connected) < CLIENTS or len(processes_with_connections(server)) < FRONT_ENDS:
+        while len(connected) < CLIENTS or not all(map(server.connections, server.front_ends())):
             assert len(connected) < 20 * CLIENTS
             client = warpfit.connect(server.address, transport=OwnConnection())
             connected.append(stack.enter_context(client))
             client.info()
         yield connected
-
-
-def processes_with_connections(server: ServerProcess) -> set[int]:
-    port = int(server.address.rpartition(":")[2])
-    return {
-        process.pid
-        for process in server.front_ends()
-        for connection in process.net_connections("tcp")
-        if connection.laddr.port == port and connection.status == psutil.CONN_ESTABLISHED
-    }
 
 
 def assert_right(client: warpfit.Client, data: Any, factor: float) -> None:

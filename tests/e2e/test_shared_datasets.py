@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 
 import warpfit
+from support.load.processes import in_threads
 
 WORKERS = 16
 ROWS = 400
@@ -71,34 +71,29 @@ def test_an_engine_that_is_killed_costs_no_block(server):
         assert running.result() == {"ok": 15 * WORKERS}
 
 
-def test_threads_that_share_a_handle_may_end_its_block_in_any_order(server):
-    with warpfit.connect(server.address, retry=RETRY) as client:
-        X = CONTENTS[0]
-        data = client.upload(X, X[:, 0], dtype="float64")
-        losses = []
+def test_threads_that_share_a_handle_may_end_its_block_in_any_order(client):
+    X = CONTENTS[0]
+    data = client.upload(X, X[:, 0], dtype="float64")
+    losses = []
 
-        def work(seed: int) -> None:
-            draw = random.Random(seed)
-            for _ in range(20):
-                with data:
-                    losses.append(client.evaluate(data, ["x1 + p1"], [[2.0]], loss="mse")[0])
-                    time.sleep(0.002 * draw.random())
+    def work(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(20):
+            with data:
+                losses.append(client.evaluate(data, ["x1 + p1"], [[2.0]], loss="mse")[0])
+                time.sleep(0.002 * draw.random())
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        np.testing.assert_allclose(losses, [4.0] * 160)
+    with in_threads(work, range(8)):
+        pass
+    np.testing.assert_allclose(losses, [4.0] * 160)
 
 
-def test_a_handle_without_numbers_outlives_the_block_of_another_one(server):
-    with warpfit.connect(server.address) as client:
-        X = np.arange(30.0).reshape(10, 3) + 0.25
-        with client.upload(X, dtype="float64") as data:
-            copy = pickle.loads(pickle.dumps(data))
-            assert not copy.has_numbers
-        np.testing.assert_array_equal(client.evaluate(copy, ["x3"])[:, 0], X[:, 2])
-        client.release(data, everywhere=True)
-        with pytest.raises(warpfit.DatasetNotFoundError):
-            client.evaluate(copy, ["x3"])
+def test_a_handle_without_numbers_outlives_the_block_of_another_one(client):
+    X = np.arange(30.0).reshape(10, 3) + 0.25
+    with client.upload(X, dtype="float64") as data:
+        copy = pickle.loads(pickle.dumps(data))
+        assert not copy.has_numbers
+    np.testing.assert_array_equal(client.evaluate(copy, ["x3"])[:, 0], X[:, 2])
+    client.release(data, everywhere=True)
+    with pytest.raises(warpfit.DatasetNotFoundError):
+        client.evaluate(copy, ["x3"])

@@ -77,6 +77,12 @@ class ServerProcess:
         found = [child for child in children if runs(child, "warpfit_server.processes.front_end")]
         return sorted(found, key=lambda child: int(child.cmdline()[5]))
 
+    def connections(self, process: psutil.Process) -> int:
+        """Open connections of a front end to the server's port."""
+        port = int(self.address.rpartition(":")[2])
+        found = process.net_connections("tcp")
+        return sum(c.laddr.port == port and c.status == psutil.CONN_ESTABLISHED for c in found)
+
     def kill_engine(self, number: int = 0) -> None:
         """SIGKILL an engine process."""
         self.engine(number).send_signal(signal.SIGKILL)
