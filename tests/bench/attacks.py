@@ -338,7 +338,6 @@ def memory(server: ServerProcess) -> int:
 
 @contextmanager
 def served(*flags: str) -> Iterator[tuple[ServerProcess, Scene, Path]]:
-    """A server with tenants and a health port, and the file of its log."""
     with tempfile.TemporaryDirectory() as folder:
         path, tokens = token_file(Path(folder), *TENANTS)
         log = Path(folder) / "log"
@@ -348,7 +347,6 @@ def served(*flags: str) -> Iterator[tuple[ServerProcess, Scene, Path]]:
 
 
 def attacked(name: str, seconds: float) -> dict[str, Any]:
-    """Measure one attack on a fresh server."""
     with served() as (server, scene, log):
         innocent = Innocent(scene)
         innocent.measure(1)

@@ -46,7 +46,6 @@ _BLOCK = re.compile(
 
 
 def front_page() -> Iterator[str]:
-    """Figures with that of a peer in the same row."""
     service = result("gpu_service_h100")
     ours = service["one client"]["fresh 300 x 100000"]
     theirs = service["EvoGP"]["300 x 100000"]
@@ -176,7 +175,6 @@ def plot() -> str:
 
 
 def cpu_engine() -> Iterator[str]:
-    """Values of all rows beside pyoperon."""
     rows = []
     for case in result("cpu_vs_pyoperon")["cases"]:
         rates, times = case["giga_token_rows_per_second"], case["times_pyoperon"]
@@ -190,7 +188,6 @@ def cpu_engine() -> Iterator[str]:
 
 
 def fits() -> Iterator[str]:
-    """Fits beside pyoperon's, and what derivatives cost."""
     document, rows = result("fit"), []
     for case in document["cases"]:
         rates, losses = case["fits_per_second"], case["final_loss"]["warpfit precise"]
@@ -219,7 +216,6 @@ def searches() -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 def found_equations() -> Iterator[str]:
-    """Equations of SRBench's ground-truth tracks that searches find."""
     found = searches()
     ours, theirs = (found["feynman", 0.0, method] for method in ("warpfit", "pyoperon"))
     noisy = found["feynman", 0.01, "warpfit"]
@@ -260,7 +256,6 @@ def three_columns() -> Iterator[str]:
 
 
 def srbench_2025() -> Iterator[str]:
-    """Runs of SRBench's protocol of 2025 beside what is published."""
     document, rows = result("srbench_2025"), []
     for name in dict.fromkeys(run["data"] for run in document["runs"]):
         runs = [run for run in document["runs"] if run["data"] == name]
@@ -281,7 +276,6 @@ def srbench_2025() -> Iterator[str]:
 
 
 def noisy_tables() -> Iterator[str]:
-    """Searches on public tables with noise."""
     rows = []
     document = result("tables_two_cores")
     cores = document["machine"]["cores"]
@@ -294,7 +288,6 @@ def noisy_tables() -> Iterator[str]:
 
 
 def skeletons() -> Iterator[str]:
-    """Skeletons whose constants are found in the time."""
     rows, methods = [], ["warpfit", "least_squares", "bfgs", "pyoperon"]
     settings = {name: each for name, each in result("skeletons").items() if ", noise" in name}
     for name, counts in settings.items():
@@ -311,7 +304,6 @@ def skeletons() -> Iterator[str]:
 
 
 def service() -> Iterator[str]:
-    """What a call costs around the engine, on two shared cores."""
     cost, document = result("call_cost"), result("service")
     client, server = cost["client_us"], cost["server_us"]
     overhead = document["evaluate_300_fresh_1000_rows_loss"]["overhead_p50_ms"]
@@ -331,7 +323,6 @@ def service() -> Iterator[str]:
 
 
 def transport() -> Iterator[str]:
-    """Matrices between processes of one machine, and what bounds them."""
     documents, rows = [result(name) for name in ("transport", "transport_16_cores")], []
     for title, *path in (
         ("copying memory", "bounds", "memory_copy"),
@@ -366,7 +357,6 @@ def kernel_times() -> dict[tuple[str, str], dict[int, tuple[float, float]]]:
 
 
 def device() -> Iterator[str]:
-    """Times of the kernels alone, and of compiling and lowering."""
     rows = []
     for (way, mode), times in kernel_times().items():
         cells = (times[count] for count in (10**4, 10**5, 10**6))
@@ -387,7 +377,6 @@ def device() -> Iterator[str]:
 
 
 def gpu_devices() -> Iterator[str]:
-    """Two and four GPUs, and two engines on one, against one engine."""
     two, shared = result("devices"), result("devices_one_gpu")
     four, encoded = result("devices_four_gpus"), result("devices_four_gpus_encoded")
     lost = four["loss of an engine"]["0,1,2,3"]
@@ -449,7 +438,6 @@ def gpu_devices() -> Iterator[str]:
 
 
 def gpu_streaming() -> Iterator[str]:
-    """A data set that is larger than the memory of the device."""
     rows = {}
     names = {"compiled": "losses, compiled", "gradients": "losses and gradients"}
     for document in (result("gpu_streaming_kinds"), result("gpu_streaming")):
@@ -493,7 +481,6 @@ def page(text: str) -> str:
 
 
 def outputs() -> dict[Path, str]:
-    """Return every generated file with its text."""
     found = {ROOT / name: page((ROOT / name).read_text()) for name in PAGES}
     found[RESULTS / "generation.svg"] = plot()
     found[RESULTS / "search_course.svg"] = course_plot()
@@ -504,7 +491,6 @@ def outputs() -> dict[Path, str]:
 
 
 def main() -> int:
-    """Write what is out of date, or name it."""
     stale = {
         path: text
         for path, text in outputs().items()

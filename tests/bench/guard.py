@@ -211,12 +211,10 @@ class Account:
 
     @property
     def answered(self) -> float:
-        """Answers a second."""
         return self._rate(outcome for outcome in self.outcomes if outcome.status == "OK")
 
     @property
     def called(self) -> float:
-        """Calls a second."""
         return self._rate(self.outcomes)
 
     def _rate(self, outcomes: Iterable[Outcome]) -> float:
@@ -289,7 +287,6 @@ def overloaded(engine: str, asked: Work, seconds: float) -> dict[str, Any]:
 def server(
     engine: str, *flags: str, limits: str = ""
 ) -> Iterator[tuple[ServerProcess, dict[str, str]]]:
-    """A server with two tenants: the process, and their tokens."""
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         path, tokens = token_file(folder, "victim", "greedy")

@@ -214,7 +214,6 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that matter."""
     installed = {found.name.lower(): found.version for found in distributions()}
     names = (name for name in _PACKAGES if name in installed)
     return {"python": platform.python_version(), **{str(n): installed[n] for n in names}}

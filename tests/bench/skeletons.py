@@ -244,7 +244,6 @@ class Warpfit:
         self(Task("line", parse("p1*x1"), line[:, None], line, line), 1, 0.0)  # loads all code
 
     def __call__(self, task: Task, count: int, goal: float) -> float:
-        """Return the best error."""
         data = Dataset.of(task.X, task.y, dtype="float64")
         self.engine.load(data)
         batch = Batch.of([task.program], [np.ones(task.program.parameters)])
@@ -362,7 +361,6 @@ def tried(task: Task, starts: int, goal: float) -> dict[str, tuple[str, float, f
 
 
 def outcome(runs: list[dict[str, tuple[str, float, float]]], goal: float) -> dict[str, Any]:
-    """Count what the methods have recovered in a setting."""
     counts: dict[str, Any] = {"skeletons": len(runs)}
     for name in runs[0] if runs else ():
         own = [run[name] for run in runs]

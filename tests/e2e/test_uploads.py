@@ -2,10 +2,10 @@
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 import warpfit
 from support.servers.rpcs import OWN_CONNECTION, Caller
-from support.servers.server import ServerProcess, eventually
+from support.servers.server import ServerProcess, eventually, tenants_file
 
 ROWS, COLUMNS = 2_000_000, 10
 INPUT = 4 * ROWS * COLUMNS
@@ -66,19 +66,18 @@ def test_an_upload_takes_memory_for_one_block_here_and_for_its_data_there(
 ):
     folder = Path(f"/proc/{server.process.pid}")
     (folder / "clear_refs").write_text("5")
-    before = _peak(folder)
+    before = peak(folder)
     command = [sys.executable, "-c", PROGRAM, server.address, str(files / name), dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     grown, rows = json.loads(done.stdout)
     assert rows == ROWS
     assert grown < (INPUT if name.endswith("npy") else 0) + MOST
-    assert _peak(folder) - before < INPUT * (2 if dtype == "float64" else 1) + MOST
+    assert peak(folder) - before < INPUT * (2 if dtype == "float64" else 1) + MOST
 
 
-def _peak(folder: Path) -> int:
+def peak(folder: Path) -> int:
     """High-water mark of a process's resident memory, shared memory included."""
-    fields = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-    return int(fields["VmHWM"].split()[0]) * 1024
+    return int(re.search(r"VmHWM:\s+(\d+)", (folder / "status").read_text())[1]) * 1024
 
 
 COLUMNS_OF_FILE = {"a": np.arange(5000.0), "b": np.arange(5000) % 7, "t": np.full(5000, 2.5)}
@@ -101,53 +100,52 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reader(root: Path) -> Iterator[ServerProcess]:
-    limits = root.parent / "tenants.toml"
-    limits.write_text("[default]\nrows = 10000\n")
-    flags = ("--threads", "1", "--data-root", str(root), "--tenants-file", str(limits))
-    flags += ("--lease-seconds", "2")
-    with ServerProcess(*flags) as made:
+    limits = tenants_file(root.parent, "[default]\nrows = 10000\n")
+    flags = ("--threads", "1", "--data-root", str(root), "--tenants-file", limits)
+    with ServerProcess(*flags, "--lease-seconds", "2") as made:
         yield made
 
 
-def test_a_server_opens_a_file_of_its_own(reader: ServerProcess, root: Path):
-    X = np.stack([COLUMNS_OF_FILE["a"], COLUMNS_OF_FILE["b"]], axis=1)
+@pytest.fixture
+def reading(reader: ServerProcess) -> Iterator[warpfit.Client]:
     with warpfit.connect(reader.address) as client:
-        uploaded = client.upload(X, COLUMNS_OF_FILE["t"], names=["a", "b"])
-        data = client.open("deep/table.parquet", x=["a", "b"], y="t")
-        assert (data.content_id, data.layout) == (uploaded.content_id, uploaded.layout)
-        assert client.open("deep/table.parquet", y="t").content_id == data.content_id
-        client.release(data, everywhere=True)  # the next call has the server read the file again
-        assert client.evaluate(data, "a - a + b - b", loss="mse") == 2.5**2
-        with ThreadPoolExecutor(8) as pool:
-            opened = pool.map(lambda _: client.open("deep/table.parquet", y="b"), range(8))
-        assert len({each.content_id for each in opened}) == 1
-        client.release(data, everywhere=True)
-        (root / "deep" / "table.parquet").rename(root / "deep" / "kept.parquet")
-        parquet.write_table(
-            pa.table({**COLUMNS_OF_FILE, "a": np.ones(5000)}), root / "deep" / "table.parquet"
-        )
-        with pytest.raises(warpfit.InvalidArgumentError) as caught:
-            client.evaluate(data, "a")
-        assert caught.value.reason == "DATA_CHANGED"
+        yield client
 
 
-def test_a_lease_runs_out_without_use_and_use_renews_it(reader: ServerProcess):
+def test_a_server_opens_a_file_of_its_own(reading: warpfit.Client, root: Path):
+    X, file = np.stack([COLUMNS_OF_FILE["a"], COLUMNS_OF_FILE["b"]], axis=1), "deep/table.parquet"
+    uploaded = reading.upload(X, COLUMNS_OF_FILE["t"], names=["a", "b"])
+    data = reading.open(file, x=["a", "b"], y="t")
+    assert (data.content_id, data.layout) == (uploaded.content_id, uploaded.layout)
+    assert reading.open(file, y="t").content_id == data.content_id
+    reading.release(data, everywhere=True)  # the next call has the server read the file again
+    assert reading.evaluate(data, "a - a + b - b", loss="mse") == 2.5**2
+    with ThreadPoolExecutor(8) as pool:
+        opened = pool.map(lambda _: reading.open(file, y="b"), range(8))
+    assert len({each.content_id for each in opened}) == 1
+    reading.release(data, everywhere=True)
+    (root / file).unlink()
+    parquet.write_table(pa.table({**COLUMNS_OF_FILE, "a": np.ones(5000)}), root / file)
+    with pytest.raises(warpfit.InvalidArgumentError) as caught:
+        reading.evaluate(data, "a")
+    assert caught.value.reason == "DATA_CHANGED"
+
+
+def test_a_lease_runs_out_without_use_and_use_renews_it(reader: ServerProcess, reading):
     wide = np.random.default_rng(2).normal(size=(10_000, 100))
-    with warpfit.connect(reader.address) as client:
-        base = reader.shared_memory()
-        unused = client.upload(wide)
-        used = pickle.loads(pickle.dumps(client.upload(wide[:, :2])))  # it cannot be sent again
+    base = reader.shared_memory()
+    unused = reading.upload(wide)
+    used = pickle.loads(pickle.dumps(reading.upload(wide[:, :2])))  # it cannot be sent again
 
-        def is_gone():
-            time.sleep(0.2)
-            client.evaluate(used, ["x1"], rows=slice(0, 5))
-            return reader.shared_memory() - base < wide.nbytes // 4
+    def is_gone():
+        time.sleep(0.2)
+        reading.evaluate(used, ["x1"], rows=slice(0, 5))
+        return reader.shared_memory() - base < wide.nbytes // 4
 
-        eventually(is_gone)
-        with grpc.insecure_channel(reader.address, OWN_CONNECTION) as channel:
-            refused = Caller(channel).refused("GetVariables", unused.dataset)
-            assert refused[0] == "NOT_FOUND"
-        assert client.evaluate(unused, ["x1"]).shape == (10_000, 1)
+    eventually(is_gone)
+    with grpc.insecure_channel(reader.address, OWN_CONNECTION) as channel:
+        assert Caller(channel).refused("GetVariables", unused.dataset)[0] == "NOT_FOUND"
+    assert reading.evaluate(unused, ["x1"]).shape == (10_000, 1)
 
 
 @pytest.mark.parametrize(
@@ -159,18 +157,17 @@ def test_a_lease_runs_out_without_use_and_use_renews_it(reader: ServerProcess):
     ],
     ids=["plain", "digits", "overflow"],
 )
-def test_a_file_has_the_type_that_an_upload_of_it_has(reader, root, numbers, dtype):
+@pytest.mark.filterwarnings("error")
+def test_a_file_has_the_type_that_an_upload_of_it_has(reading, root, numbers, dtype):
     name = f"auto-{numbers[-1]:g}.parquet"
     parquet.write_table(pa.table({"a": numbers}), root / name)
-    with warpfit.connect(reader.address) as client, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        opened, uploaded = client.open(name), client.upload(root / name)
-        assert opened.layout.dtype == dtype
-        assert opened.content_id == uploaded.content_id
-        assert client.open(name).content_id == opened.content_id
-        client.release(opened, everywhere=True)
-        assert client.evaluate(opened, "a").ravel().tolist() == numbers.tolist()
-        assert client.open(name, dtype="float64").layout.dtype == "float64"
+    opened, uploaded = reading.open(name), reading.upload(root / name)
+    assert opened.layout.dtype == dtype
+    assert opened.content_id == uploaded.content_id
+    assert reading.open(name).content_id == opened.content_id
+    reading.release(opened, everywhere=True)
+    assert reading.evaluate(opened, "a").ravel().tolist() == numbers.tolist()
+    assert reading.open(name, dtype="float64").layout.dtype == "float64"
 
 
 @pytest.mark.parametrize(
@@ -187,13 +184,12 @@ def test_a_file_has_the_type_that_an_upload_of_it_has(reader, root, numbers, dty
         ("long.parquet", {}, "TOO_MANY_ROWS"),
     ],
 )
-def test_files_that_cannot_be_opened(reader: ServerProcess, root: Path, name, options, reason):
-    with warpfit.connect(reader.address) as client:
-        for path in {name, str(root.parent / "secret.parquet") if name == "" else name}:
-            with pytest.raises(warpfit.WarpfitError) as caught:
-                client.open(path, **options)
-            assert caught.value.reason == reason
-            assert path == name or str(root) not in str(caught.value)
+def test_files_that_cannot_be_opened(reading: warpfit.Client, root: Path, name, options, reason):
+    for path in {name, str(root.parent / "secret.parquet") if name == "" else name}:
+        with pytest.raises(warpfit.WarpfitError) as caught:
+            reading.open(path, **options)
+        assert caught.value.reason == reason
+        assert path == name or str(root) not in str(caught.value)
 
 
 def test_without_a_folder_a_server_opens_nothing(client: warpfit.Client):

@@ -93,7 +93,6 @@ class Peer:
             raise SystemExit("a tree of pyoperon has other parameters")
 
     def fit(self, threads: int) -> list[Floats]:
-        """Fit all trees; return their parameters."""
         share = -(-len(self._trees) // (8 * threads)) if threads > 1 else len(self._trees)
         parts = [self._trees[i : i + share] for i in range(0, len(self._trees), share)]
         with ThreadPoolExecutor(threads) as pool:
@@ -115,7 +114,6 @@ class Ours:
         self.engine.load(self._data)
 
     def fit(self, precision: Precision, iterations: int) -> list[Floats]:
-        """Fit all trees in one call; return their parameters."""
         evaluation = Evaluation(
             self._data.content_id, self._batch, precision=precision, loss=Loss.MSE, values=False
         )
@@ -128,7 +126,6 @@ class Ours:
 
 
 def compare(given: Problem, threads: int, iterations: int) -> dict[str, Any]:
-    """Measure both sides at one number of threads and iterations."""
     peer, ours = Peer(given, iterations), Ours(given, threads)
     cases: dict[str, Callable[[], list[Floats]]] = {"pyoperon": lambda: peer.fit(threads)}
     for precision in Precision:

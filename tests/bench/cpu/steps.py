@@ -64,7 +64,6 @@ class Shape:
 
 @cache
 def dataset(shape: Shape) -> Dataset:
-    """Draw a data set."""
     rng = np.random.default_rng(SEED)
     X = np.empty((shape.variables, shape.rows), shape.dtype)
     for column in X:
@@ -113,7 +112,6 @@ def mixed(count: int) -> Callable[[], Batch]:
 
 
 def chain(tokens: int, term: str = "x{}", sign: str = "+") -> str:
-    """Return a sum of about so many tokens."""
     return sign.join(term.format(1 + k % 2) for k in range(tokens // 2))
 
 

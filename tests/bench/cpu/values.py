@@ -51,7 +51,6 @@ def engine_job(engine: CpuEngine, data: Dataset, batch: Batch, precision: Precis
 
 
 def compare(rows: int, threads: int) -> dict[str, Any]:
-    """Compare at one size and number of threads."""
     programs, parameters = thesis_mix(MIX, variables=VARIABLES)
     tokens = sum(len(program) for program in programs)
     matrix = np.random.default_rng(MIX).uniform(0.1, 5, (rows, VARIABLES)).astype(np.float32)

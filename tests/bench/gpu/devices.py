@@ -62,8 +62,9 @@ def sustained(workers: Workers, servers: dict[str, ServerProcess], options: Any)
                     sent = ENCODED if options.encoded else None
                     order = (server.address, programs, rows, options.seconds, sent)
                     results, busy = watched(workers, server, count, order)
+                    walls = [wall for each in results for wall in each["walls"]] or [0.0]
                     rounds[name].append(
-                        {**throughput(results, rows), **latencies(results), "busy_cores": busy}
+                        {**throughput(results, rows), **percentiles(walls), "busy_cores": busy}
                     )
             rates = {
                 name: statistics.median(each["token_rows_per_second"] for each in several)
@@ -86,13 +87,7 @@ def watched(
     return results, {who: round((ended[who] - begun[who]) / taken, 2) for who in ended}
 
 
-def engine_seconds(server: ServerProcess) -> float:
-    """CPU time that the engine processes have used."""
-    return seconds_of(server.engines().values())
-
-
 def seconds_of(processes: Iterable[psutil.Process]) -> float:
-    """CPU time that processes have used."""
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
@@ -102,15 +97,10 @@ def cpu_seconds(server: ServerProcess, workers: Workers) -> dict[str, float]:
     return {
         "workers": seconds_of(workers.processes()),
         "front ends": seconds_of(server.front_ends()),
-        "engines": engine_seconds(server),
+        "engines": seconds_of(server.engines().values()),
         "machine": sum(of_machine) - of_machine.idle - getattr(of_machine, "iowait", 0.0),
         "clock": time.perf_counter(),
     }
-
-
-def latencies(results: list[dict[str, Any]]) -> dict[str, float]:
-    """Percentiles of all calls."""
-    return percentiles([wall for each in results for wall in each["walls"]] or [0.0])
 
 
 def ratios(values: dict[str, float], *, of_times: bool = False) -> dict[str, float]:
@@ -120,16 +110,6 @@ def ratios(values: dict[str, float], *, of_times: bool = False) -> dict[str, flo
         name: round(first / value if of_times else value / first, 3)
         for name, value in values.items()
     }
-
-
-def one_client(_: Workers, servers: dict[str, ServerProcess], options: Any) -> dict[str, Any]:
-    """Large batches of one client: wall times, and where they ran; the servers in turns."""
-    return in_turns(servers, options.large, loss="mse", precision="fast")
-
-
-def fits(_: Workers, servers: dict[str, ServerProcess], options: Any) -> dict[str, Any]:
-    """Fits of one client, likewise."""
-    return in_turns(servers, options.searches, max_iterations=20)
 
 
 def in_turns(
@@ -153,10 +133,10 @@ def in_turns(
         for _ in range(CALLS):
             batch, answers = pool.draw(programs), set()
             for name, server in servers.items():
-                used, before = engine_seconds(server), time.perf_counter()
+                used, before = seconds_of(server.engines().values()), time.perf_counter()
                 answer = run[name](batch)
                 walls[name].append(time.perf_counter() - before)
-                cores[name].append(engine_seconds(server) - used)
+                cores[name].append(seconds_of(server.engines().values()) - used)
                 compute[name].append(answer.timings.compute / 1e9)
                 devices[name].add(answer.timings.device)
                 answers.add(bits(answer))
@@ -190,20 +170,6 @@ def bits(answer: Any) -> bytes:
     else:
         arrays = [answer.losses, *(answer.gradients or [])]
     return np.concatenate([np.ravel(array) for array in arrays]).tobytes()
-
-
-def losses_of_engines(
-    workers: Workers, servers: dict[str, ServerProcess], options: Any
-) -> dict[str, Any]:
-    """Lose an engine of each server that has several."""
-    return {
-        name: {
-            **loss_of_an_engine(workers, server, options),
-            "one client": loss_beside_one_client(server, options),
-        }
-        for name, server in servers.items()
-        if len(server.engines()) > 1
-    }
 
 
 def loss_beside_one_client(server: ServerProcess, options: Any) -> dict[str, Any]:
@@ -283,15 +249,23 @@ def loss_of_an_engine(workers: Workers, server: ServerProcess, options: Any) -> 
 
 #: Parts of the result by name, in the order in which they are measured.
 PARTS: dict[str, Callable[..., Any]] = {
-    "one client": one_client,
-    "fits": fits,
+    "one client": lambda _, servers, options: in_turns(
+        servers, options.large, loss="mse", precision="fast"
+    ),
+    "fits": lambda _, servers, options: in_turns(servers, options.searches, max_iterations=20),
     "sustained": sustained,
-    "loss of an engine": losses_of_engines,
+    "loss of an engine": lambda workers, servers, options: {
+        name: {
+            **loss_of_an_engine(workers, server, options),
+            "one client": loss_beside_one_client(server, options),
+        }
+        for name, server in servers.items()
+        if len(server.engines()) > 1
+    },
 }
 
 
 def started(devices: str, options: Any) -> ServerProcess:
-    """Start the server of a setting."""
     flags = ["--max-requests", "1024"]
     if options.threads:
         count = int(devices.partition(":")[2] or 1) if devices.startswith("cpu") else 1

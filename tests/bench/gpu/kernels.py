@@ -71,19 +71,16 @@ def evaluation(resident: ResidentDataset, mode: str, seed: int = 1, **options: A
 
 @numba.njit
 def interpret(driver: Any, stream: int, kernels: Any, batch: Any, rows: Any, jobs: Any) -> int:
-    """Launch the interpreter's kernel for jobs on tiles of rows."""
     return launch_interpreter(driver, stream, kernels[0], batch, rows, jobs)
 
 
 def launch_lowered(lowered: BatchLaunch, *work: Any) -> None:
-    """Launch the interpreter's kernel on a lowered batch."""
     context = lowered.context
     given = context.functions, context.handle, lowered.kernels.record, lowered.record
     context.check_executed(interpret(*given, *work))
 
 
 def interpreter(device: CudaDevice, repeats: int) -> dict[str, Any]:
-    """Measure the interpreter's kernel alone, on lowered programs."""
     rows, tier = [], InterpreterTier(device)
     for mode, count in product(MODES, ROWS):
         resident = upload(device, uniform_data(count, MODES[mode][0]))
@@ -104,7 +101,6 @@ def interpreter(device: CudaDevice, repeats: int) -> dict[str, Any]:
 
 
 def derivatives(device: CudaDevice, repeats: int) -> dict[str, Any]:
-    """Measure losses with gradients of the interpreter of derivatives."""
     rows, tier = [], DerivativeTier(device, available_cores(), lambda: None)
     tier.prepare_all()
     for mode, count in product(MODES, ROWS):
@@ -120,7 +116,6 @@ def derivatives(device: CudaDevice, repeats: int) -> dict[str, Any]:
 
 
 def compiled(device: CudaDevice, repeats: int) -> dict[str, Any]:
-    """Measure repeated batches with new parameters, and compiling of fresh ones."""
     rows, threads, rng = [], available_cores(), np.random.default_rng(2)
     kernels, planner = KernelStore(device, threads), ThreadPoolExecutor(1)
     for mode, count in product(MODES, ROWS[1:]):
@@ -160,19 +155,16 @@ def compile_seconds(
 
 @numba.njit
 def lower(driver: Any, stream: int, kernels: Any, batch: Any) -> int:
-    """Launch the kernel that lowers a batch."""
     return launches.launch_lowering(driver, stream, kernels[0], batch)
 
 
 def launch_lowering(lowered: BatchLaunch) -> None:
-    """Launch the lowering of a batch that lies on the device."""
     context = lowered.context
     given = context.functions, context.handle, lowered.kernels.record, lowered.record
     context.check_executed(lower(*given))
 
 
 def lowering(device: CudaDevice, repeats: int) -> dict[str, Any]:
-    """Measure the kernel that lowers raw tokens to instructions."""
     programs, parameters = thesis_mix(1, DRAWN)
     tier, rows = InterpreterTier(device), []
     kernels = tier.prepare(VARIANTS[0])

@@ -65,7 +65,6 @@ def drawn(client: warpfit.Client, data: Any, programs: int) -> Work:
 
 
 def wire(client: warpfit.Client, tables: dict[str, Any], work: Work) -> dict[str, Any]:
-    """Measure fits a second of one client."""
     figures = {}
     for mode, (dtype, precision) in MODES.items():
         data = tables[np.dtype(dtype).name]

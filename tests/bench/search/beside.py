@@ -49,7 +49,6 @@ def latencies(client: warpfit.Client, data: Any, batches: list[Any], seconds: fl
 
 
 def main() -> None:
-    """Measure in turns, and write the result."""
     given = arguments(__doc__, "", devices="cpu", seconds=8.0)
     rng = np.random.default_rng(SEED)
     X = rng.uniform(0.5, 2, (ROWS, 10))

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from harness import arguments, connected, save
 from numpy.typing import NDArray
+from peers import operon_search
 
 import warpfit
 from warpfit.calls.search import SearchResult
@@ -73,7 +74,6 @@ def r2(predicted: Floats, values: Floats) -> float:
 
 
 def best_r2(found: SearchResult, X: Floats, values: Floats) -> float:
-    """Return the best R2 of a front on new rows."""
     with np.errstate(all="ignore"):
         scores = [
             r2(np.broadcast_to(evaluate_program(found.formula(i), X.T), len(X)), values)
@@ -85,7 +85,6 @@ def best_r2(found: SearchResult, X: Floats, values: Floats) -> float:
 def search(
     client: warpfit.Client, law: Callable[[Floats], Floats], seconds: float, seed: int
 ) -> dict[str, Any]:
-    """Search for a law, and say how good the front was when."""
     X, values, y = data(law, 7 + seed)
     new = X[ROWS:], values[ROWS:]
     course: list[tuple[float, float]] = []
@@ -111,20 +110,13 @@ def search(
 
 
 def peer(law: Callable[[Floats], Floats], seconds: float, seed: int) -> dict[str, Any]:
-    """Search with pyoperon on all cores."""
-    from pyoperon.sklearn import SymbolicRegressor
-
     X, values, y = data(law, 7 + seed)
-    model = SymbolicRegressor(
-        allowed_symbols=OPERONS, optimizer_iterations=5, max_length=MAX_SIZE, generations=10**6,
-        max_evaluations=10**9, max_time=max(1, round(seconds)), random_state=seed,
-        n_threads=len(os.sched_getaffinity(0)),
-    ).fit(X[:ROWS], y[:ROWS])  # fmt: skip
+    cores = len(os.sched_getaffinity(0))
+    model = operon_search(OPERONS, seconds, seed, cores, MAX_SIZE).fit(X[:ROWS], y[:ROWS])
     return {"r2": r2(np.asarray(model.predict(X[ROWS:])), values[ROWS:])}
 
 
 def main() -> None:
-    """Search for all laws, and write the result."""
     chosen = {"laws": (), "peer": False, "own": False}
     given = arguments(__doc__, "", devices="cpu", seconds=20.0, seeds=(0, 1), **chosen)
     known = OWN if given.own else LAWS

@@ -37,7 +37,6 @@ def target(number: int) -> tuple[str, Floats, Floats]:
 
 
 def searched(address: str, number: int, seconds: float) -> dict[str, Any]:
-    """Search for a formula of one target."""
     kind, X, y = target(number)
     model = SymbolicRegressor(
         address=address, generations=10**6, max_seconds=seconds, random_state=number

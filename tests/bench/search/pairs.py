@@ -38,7 +38,6 @@ def drawn(count: int, rows: int, rng: np.random.Generator) -> np.ndarray[Any, An
 
 
 def measure(weigher: Weigher, device: str, rows: int) -> dict[str, Any]:
-    """Return the rates of each kind on so many rows."""
     rng = np.random.default_rng(SEED)
     left, right = drawn(weigher.block, rows, rng), drawn(RIGHT[device], rows, rng)
     weights = np.full(rows, 1 / rows)

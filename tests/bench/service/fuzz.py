@@ -82,7 +82,6 @@ def watch(family: dict[str, psutil.Process]) -> dict[str, Any]:
 
 
 def run(requests: int, seed: int) -> dict[str, Any]:
-    """Fuzz a fresh server; return what was seen."""
     limits = tenants_file(Path(tempfile.mkdtemp()), LIMITS)
     flags = ("--threads", "2", "--front-ends", "1", "--tenants-file", limits, *FLAGS)
     with ServerProcess(*flags, PYTHONFAULTHANDLER="1") as server:
@@ -113,7 +112,6 @@ def run(requests: int, seed: int) -> dict[str, Any]:
 def summary(
     results: list[Any], samples: list[dict[str, Any]], remaining: Amounts
 ) -> dict[str, Any]:
-    """Put the figures together."""
     seen = sum((Counter(counted) for counted, _, _ in results), Counter[tuple[str, ...]]())
     opened = sum((Counter(counted) for _, _, counted in results), Counter[str]())
     open_ends = Counter[str]()
@@ -146,7 +144,6 @@ def summary(
 
 
 def is_good(result: dict[str, Any]) -> bool:
-    """Tell whether the server came through."""
     grown = result["growth_after_half"].values()
     flat = max(x["private_mib"] for x in grown) * 2**20 < GROWTH_BYTES
     flat &= max(x["descriptors"] for x in grown) < GROWTH_DESCRIPTORS

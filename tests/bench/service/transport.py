@@ -29,7 +29,6 @@ UPLOAD_ROWS, UPLOAD_VARIABLES = 1_000_000, 100
 
 
 def rates(size: int, seconds: list[float]) -> dict[str, float]:
-    """GB/s of the median and of the best round."""
     median, best = statistics.median(seconds), min(seconds)
     return {"gb_s": size / median / 1e9, "best_gb_s": size / best / 1e9}
 

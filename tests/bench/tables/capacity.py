@@ -29,7 +29,6 @@ def capacity_costs() -> Iterator[str]:
 
 
 def capacity_terabyte() -> Iterator[str]:
-    """A data set of a terabyte."""
     cases, rows = result("capacity")["terabyte"], []
     for case in cases:
         streamed = "" if case["resident"] else ": streamed"

@@ -32,7 +32,6 @@ def overload() -> Iterator[str]:
 
 
 def faults() -> Iterator[str]:
-    """Faults under load, and what clients see of them."""
     found = result("faults")["faults"]
     soak, fuzz = result("soak"), result("fuzz")
     kill, two, stop = (

@@ -9,7 +9,6 @@ from tables.layout import result, table
 
 
 def gpu_derivatives() -> Iterator[str]:
-    """Device time of losses with their gradients."""
     times = {
         (case["mode"], case["rows"]): case["gradient_us"]
         for case in result("gpu_derivatives_h100")["results"]
@@ -59,7 +58,6 @@ def gpu_service(*names: str) -> Iterator[str]:
 
 
 def proposals() -> Iterator[str]:
-    """Skeletons a second through `propose`."""
     rows = []
     for where, name in (("two cores", "proposals"), ("H100, 16 cores", "proposals_gpu")):
         cases = result(name)["cases"].values()

@@ -21,7 +21,6 @@ _LEAST, _MOST, _SECONDS = 1e-6, 1.0, 20.0
 
 
 def laws() -> Iterator[str]:
-    """How many laws were found, and how fast, beside pyoperon."""
     gpu, own, cpu = (result(f"search_laws_{name}") for name in ("gpu", "gpu_own", "cpu"))
     cores, half = own["machine"]["cores"], cpu["median_seconds_until_found"]
     yield (
@@ -37,7 +36,6 @@ def laws() -> Iterator[str]:
 
 
 def laws_rows() -> str:
-    """Return the rows of the front page."""
     own, cpu = result("search_laws_gpu_own"), result("search_laws_cpu")
     what = "laws of 4 to 7 variables among 10 found, noise of 2%"
     return "\n".join(

@@ -88,7 +88,6 @@ def closed_loop(caller: Caller, seconds: float, least: float = 0.0) -> Outcomes:
 
 
 def closed_loops(callers: list[Caller], seconds: float) -> Outcomes:
-    """Closed loops, a thread for each caller."""
     outcomes: Outcomes = []
     with in_threads(lambda caller: outcomes.extend(closed_loop(caller, seconds)), callers):
         pass
@@ -127,13 +126,11 @@ class Crew(Processes):
         super().__init__(_serve_crew, [(target, share) for share in shares])
 
     def closed(self, clients: int, seconds: float) -> Outcomes:
-        """Closed loops of so many callers."""
         count = len(self.ends)
         shares = [len(range(number, clients, count)) for number in range(count)]
         return list(chain(*self.ask([("closed", share, seconds) for share in shares])))
 
     def open(self, rate: float, seconds: float) -> Outcomes:
-        """An open loop of a rate."""
         count = len(self.ends)
         return list(chain(*self.ask([("open", rate / count, seconds)] * count)))
 

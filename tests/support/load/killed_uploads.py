@@ -102,7 +102,8 @@ def _upload(address: str, count: int, under_way: Any) -> None:
     for number in range(count):
         channel = grpc.insecure_channel(address, OWN_CONNECTION)
         method = channel.stream_unary(SERVICE + "UploadVariables")
-        calls.append(method.future(_stalled(_half(_dataset(number)), begun)))
+        table = np.full((ROWS, 4), number, np.float32)
+        calls.append(method.future(_half_of_an_upload(Dataset.of(table), begun)))
     for _ in range(count):
         assert begun.acquire(timeout=60)
     time.sleep(0.3)  # until what was sent has arrived
@@ -111,18 +112,9 @@ def _upload(address: str, count: int, under_way: Any) -> None:
     signal.pause()
 
 
-def _dataset(number: int) -> Dataset:
-    """One of many with an id of its own, which nobody checks before the last byte."""
-    ones = Dataset.of(np.full((ROWS, 4), number, np.float32))
-    return Dataset.resident(ones.layout, ones.matrix, os.urandom(32))
-
-
-def _half(dataset: Dataset) -> list[bytes]:
-    """The first messages of an upload, with a half of the data."""
-    return list(itertools.islice(codec.upload_messages(dataset, dataset.layout.nbytes // 4), 3))
-
-
-def _stalled(messages: list[bytes], begun: threading.Semaphore) -> Iterator[bytes]:
-    yield from messages
+def _half_of_an_upload(ones: Dataset, begun: threading.Semaphore) -> Iterator[bytes]:
+    """Send a half, say that all of it was taken, and wait; nobody checks the id before the end."""
+    dataset = Dataset.resident(ones.layout, ones.matrix, os.urandom(32))
+    yield from itertools.islice(codec.upload_messages(dataset, dataset.layout.nbytes // 4), 3)
     begun.release()  # it is asked for more
     threading.Event().wait()

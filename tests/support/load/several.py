@@ -96,6 +96,5 @@ def frozen_servers(stops: int) -> dict[str, Any]:
 
 
 def rolling_restart(rounds: int) -> dict[str, Any]:
-    """Replace one server after the other under load."""
     with Fleet() as fleet:
         return under_load(fleet, "restarts", 3 * rounds, fleet.replace)

@@ -114,7 +114,6 @@ class Proxy:
         self.cut()
 
     def cut(self) -> None:
-        """Close every connection."""
         for end in self._sockets:
             _reset(end)
 
@@ -221,14 +220,12 @@ class RawConnection:
         self.close()
 
     def close(self) -> None:
-        """Close the connection."""
         with contextlib.suppress(OSError):  # the server may have closed it
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     @property
     def is_open(self) -> bool:
-        """Whether the server has not closed the connection."""
         return self._is_open
 
     def begin(self, method: str, *extra: tuple[str, str]) -> int:
@@ -281,7 +278,6 @@ class RawConnection:
         return sent
 
     def finish(self, stream: int) -> None:
-        """Say that a call has no further messages."""
         self._write(_frame(_DATA, _END_STREAM, stream, b""))
 
     def has_ended(self, stream: int, timeout: float = 0.0) -> bool:

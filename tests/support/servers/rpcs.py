@@ -120,7 +120,6 @@ def explained(error: Any) -> tuple[str, str, str]:
 
 
 def bearer(token: str) -> tuple[tuple[str, str], ...]:
-    """Metadata with a token."""
     return (("authorization", f"Bearer {token}"),)
 
 

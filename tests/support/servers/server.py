@@ -84,11 +84,9 @@ class ServerProcess:
         return sum(c.laddr.port == port and c.status == psutil.CONN_ESTABLISHED for c in found)
 
     def kill_engine(self, number: int = 0) -> None:
-        """SIGKILL an engine process."""
         self.engine(number).send_signal(signal.SIGKILL)
 
     def family(self) -> dict[str, psutil.Process]:
-        """Every process of the server."""
         further = {f"front end {number}": one for number, one in enumerate(self.front_ends(), 1)}
         main = psutil.Process(self.process.pid)
         engines = {f"engine {number}": one for number, one in self.engines().items()}
