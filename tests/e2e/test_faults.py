@@ -15,9 +15,8 @@ import pytest
 
 import warpfit
 from support.load import faults
-from support.load.faults import FATAL, injected
+from support.load.faults import FATAL, Fleet, injected
 from support.load.load import Load
-from support.load.several import Fleet
 from support.load.soak import soak
 from support.servers import health
 from support.servers.server import ServerProcess, eventually, runs

@@ -15,7 +15,7 @@ from typing import Any
 
 from harness import arguments, save
 
-from support.load import faults, several
+from support.load import faults
 from support.load.killed_uploads import is_clean, killed_uploads
 
 #: Seconds in which a killed CPU engine has to answer again.
@@ -43,9 +43,9 @@ def of_servers() -> dict[str, Fault]:
         "server_sigkill": (lambda: faults.supervisor_sigkill(5), _unharmed),
         "sigterm": (lambda: faults.sigterm(5), _drained),
         "sigterm_two_front_ends": (lambda: faults.sigterm(5, front_ends=2), _drained),
-        "one_of_three_servers_sigkill": (lambda: several.lost_servers(9), _taken_over),
-        "one_of_three_servers_sigstop": (lambda: several.frozen_servers(6), _unharmed),
-        "three_servers_rolling_restart": (lambda: several.rolling_restart(2), _unharmed),
+        "one_of_three_servers_sigkill": (lambda: faults.lost_servers(9), _taken_over),
+        "one_of_three_servers_sigstop": (lambda: faults.frozen_servers(6), _unharmed),
+        "three_servers_rolling_restart": (lambda: faults.rolling_restart(2), _unharmed),
         "bad_network": (lambda: faults.bad_network(5), _shielded),
         "killed_in_mid_upload": (lambda: killed_uploads(1000), is_clean),
     }

@@ -19,7 +19,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 import warpfit.ray
-from support.load.several import under_load
+from support.load.faults import under_load
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "client" / "examples" / "islands_on_ray.py"
 _NODE = {"num_cpus": 2, "object_store_memory": 80_000_000}

@@ -64,12 +64,9 @@ class ServerProcess:
 
     def engine(self, number: int = 0, timeout: float = 30.0) -> psutil.Process:
         """The process of an engine that runs now."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            if number in (found := self.engines()):
-                return found[number]
-            time.sleep(0.01)
-        raise TimeoutError("no engine process")
+        found: dict[int, psutil.Process] = {}
+        eventually(lambda: found.update(self.engines()) or number in found, timeout)
+        return found[number]
 
     def front_ends(self) -> list[psutil.Process]:
         """The front-end processes, in the order of their numbers."""

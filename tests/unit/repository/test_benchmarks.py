@@ -27,8 +27,8 @@ LARGEST = np.finfo(np.float32).max
         # Special values of one alone exceed any bound, but for an overflow.
         *((Bound("1000"), np.nan, 1.0, np.inf), (Bound("1000"), 1.0, np.nan, np.inf)),
         *((Bound("1000"), np.inf, 1.0, np.inf), (Bound("1000"), 3e38, -np.inf, np.inf)),
-        *((Bound("1000"), -np.inf, np.inf, np.inf), (Bound("2"), np.inf, LARGEST, 0.5)),
-        (Bound("2"), LARGEST, np.inf, 0.5),
+        *((Bound("1000"), -np.inf, np.inf, np.inf), (Bound("2"), np.inf, LARGEST, 0.0)),
+        (Bound("2"), LARGEST, np.inf, 0.0),
     ],
 )
 def test_excess_is_the_share_of_the_bound(bound, got, exact, share):
