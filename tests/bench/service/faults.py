@@ -16,7 +16,6 @@ from typing import Any
 from harness import arguments, save
 
 from support.load import faults
-from support.load.killed_uploads import is_clean, killed_uploads
 
 #: Seconds in which a killed CPU engine has to answer again.
 BACK = 2.0
@@ -47,7 +46,7 @@ def of_servers() -> dict[str, Fault]:
         "one_of_three_servers_sigstop": (lambda: faults.frozen_servers(6), _unharmed),
         "three_servers_rolling_restart": (lambda: faults.rolling_restart(2), _unharmed),
         "bad_network": (lambda: faults.bad_network(5), _shielded),
-        "killed_in_mid_upload": (lambda: killed_uploads(1000), is_clean),
+        "killed_in_mid_upload": (lambda: faults.killed_uploads(1000), faults.is_clean),
     }
 
 
