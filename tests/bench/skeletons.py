@@ -227,14 +227,6 @@ def tasks(every: int, kind: str, noise: float, left_out: list[str]) -> Iterator[
 # -------------------------------------------------------------------------------------- methods
 
 
-def starts_of(task: Task, count: int) -> Iterator[Floats]:
-    """Yield 1 for every parameter, then uniform draws from [-10, 10]."""
-    rng = np.random.default_rng(SEED)
-    yield np.ones(task.program.parameters)
-    for _ in range(count - 1):
-        yield rng.uniform(-10, 10, task.program.parameters)
-
-
 class Warpfit:
     """The service's driver with the CPU engine, two threads."""
 
@@ -263,7 +255,9 @@ def by_starts(fit: Callable[[Task, Floats], Floats]) -> Callable[..., float]:
 
     def run(task: Task, count: int, goal: float) -> float:
         best, ends = np.inf, time.process_time() + SECONDS
-        for start in starts_of(task, count):
+        rng, parameters = np.random.default_rng(SEED), task.program.parameters
+        drawn = (rng.uniform(-10, 10, parameters) for _ in range(count - 1))
+        for start in itertools.chain([np.ones(parameters)], drawn):
             failures = ValueError, FloatingPointError, np.linalg.LinAlgError
             with contextlib.suppress(*failures), np.errstate(all="ignore"):
                 best = min(best, task.error(fit(task, start)))

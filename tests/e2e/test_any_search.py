@@ -49,15 +49,12 @@ def test_a_search_ends_with_a_front_that_keeps_to_the_rules_or_an_error_of_its_o
         for equation in front:
             keeps_to_the_rules(equation, front, drawn)
     if model.reason_ == "tolerance" and as_function(as_loss(model.loss)).is_squares:
-        assert min(equation.excess for equation in fronts[-1]) <= 1e-15 * scale_of(drawn, fronts)
-
-
-def scale_of(drawn: AnySearch, fronts) -> float:
-    """Loss of the best constant, or of the simplest formula: a template may have no constant."""
-    target = np.reshape(drawn.y, (len(drawn.y), -1))[:, -1]
-    with np.errstate(over="ignore"):
-        constant = float(np.cov(target, ddof=0, aweights=drawn.weights))
-    return max(constant, *(equation.excess for equation in fronts[-1])) or math.inf
+        # Of the best constant, or of the simplest formula: a template may have no constant.
+        target = np.reshape(drawn.y, (len(drawn.y), -1))[:, -1]
+        with np.errstate(over="ignore"):
+            constant = float(np.cov(target, ddof=0, aweights=drawn.weights))
+        losses = [equation.excess for equation in fronts[-1]]
+        assert min(losses) <= 1e-15 * (max(constant, *losses) or math.inf)
 
 
 def keeps_to_the_rules(equation, front, drawn: AnySearch) -> None:

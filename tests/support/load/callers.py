@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from support.load.processes import Processes, in_threads
-from support.servers.rpcs import SERVICE, detail_of
+from support.servers.rpcs import OWN_CONNECTION, SERVICE, bearer, detail_of
 
 EVALUATE, OPTIMIZE = SERVICE + "Evaluate", SERVICE + "Optimize"
 #: The threads of a generator take turns of this many seconds: its Python is not what is measured.
@@ -48,12 +48,11 @@ class Caller:
     """Sends one request again and again over a connection of its own."""
 
     def __init__(self, target: Target) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        self._channel = grpc.insecure_channel(target.address, options)
-        self._method = self._channel.unary_stream(target.method)
-        self._metadata = (("authorization", f"Bearer {target.token}"),)
+        channel = grpc.insecure_channel(target.address, OWN_CONNECTION)
+        self._method = channel.unary_stream(target.method)
+        self._metadata = bearer(target.token)
         self._request = target.request
-        grpc.channel_ready_future(self._channel).result(30)  # connecting is not measured
+        grpc.channel_ready_future(channel).result(30)  # connecting is not measured
 
     def aim(self, target: Target) -> None:
         """Ask for something else of the same method from now on, over the same connection."""
