@@ -76,7 +76,7 @@ def arguments(document: str | None, name: str, words: str = "", **flags: Any) ->
 
 @contextmanager
 def connected(
-    *flags: str, devices: str = "cpu", **environment: str
+    *flags: str, devices: str = "cpu", **environment: Any
 ) -> Iterator[tuple[ServerProcess, warpfit.Client]]:
     """Start a server on loopback, and connect a client to it."""
     with (

@@ -346,9 +346,10 @@ def work(pool: ProcessPoolExecutor, options: Any, out: IO[str]) -> None:
 
 
 def main() -> None:
-    sizes = {"seconds": (30.0,), "rows": 1000, "seeds": (1,), "processes": 1, "threads": 1}
-    files = {"data": Path, "out": Path("srbench.jsonl"), "summary": ()}
-    options = arguments(__doc__, "srbench", "plan", **sizes, **files, problems=(), limit=1e9)
+    sizes: dict[str, Any] = {"seconds": (30.0,), "rows": 1000, "seeds": (1,), "processes": 1}
+    files: dict[str, Any] = {"data": Path, "out": Path("srbench.jsonl"), "summary": ()}
+    others: dict[str, Any] = {"threads": 1, "problems": (), "limit": 1e9}
+    options = arguments(__doc__, "srbench", "plan", **sizes, **files, **others)
     options.ends = time.monotonic() + options.limit
     if options.summary:
         lines = list(read(map(Path, options.summary)).values())

@@ -188,8 +188,7 @@ def costs(rows: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    sizes = {"rows": 10_000, "trees": 200, "threads": (1, 2), "iterations": (10, 50)}
-    options = arguments(__doc__, "fit", **sizes)
+    options = arguments(__doc__, "fit", rows=10_000, trees=200, threads=(1, 2), iterations=(10, 50))
     given = problem(options.rows, options.trees)
     cases = []
     for threads, iterations in itertools.product(options.threads, options.iterations):

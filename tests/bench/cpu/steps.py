@@ -249,7 +249,7 @@ def requests_of(
         if case.search is not None:
             asked = SearchRequest(data.content_id, **case.search)
             admitted = check_search(asked, data.layout, LIMITS, MOST_PENDING)
-            nobody = {"cancelled": np.zeros(1, np.uint8), "report": lambda _: None}
+            nobody: dict[str, Any] = {"cancelled": np.zeros(1, np.uint8), "report": lambda _: None}
             yield engine.search(asked, datasets, **nobody), admitted, None
             continue
         assert case.batch is not None

@@ -95,8 +95,7 @@ def check(
 
 
 def main() -> None:
-    sizes = {"threads": (1, 2), "rows": (1000, 10_000, 100_000)}
-    options = arguments(__doc__, "cpu_vs_pyoperon", **sizes)
+    options = arguments(__doc__, "cpu_vs_pyoperon", threads=(1, 2), rows=(1000, 10_000, 100_000))
     cases = []
     for threads, rows in itertools.product(options.threads, options.rows):
         cases.append(compare(rows, threads))

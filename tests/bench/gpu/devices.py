@@ -277,9 +277,10 @@ def started(devices: str, options: Any) -> ServerProcess:
 
 
 def main() -> None:
-    kinds = {"devices": ("0", "all"), "workers": (16, 64, 128), "parts": tuple(PARTS)}
-    sizes = {"seconds": 2.0, "scale": 1.0, "threads": int, "programs": int}
-    options = arguments(__doc__, "devices", **kinds, **sizes, encoded=False, worker_cores=0)
+    kinds: dict[str, Any] = {"devices": ("0", "all"), "workers": (16, 64, 128)}
+    sizes: dict[str, Any] = {"seconds": 2.0, "scale": 1.0, "threads": int, "programs": int}
+    crowd: dict[str, Any] = {"encoded": False, "worker_cores": 0}
+    options = arguments(__doc__, "devices", parts=tuple(PARTS), **kinds, **sizes, **crowd)
 
     def scaled(shape: tuple[int, int]) -> tuple[int, int]:
         return shape[0], max(1_000, int(options.scale * shape[1]))

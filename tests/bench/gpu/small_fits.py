@@ -87,7 +87,7 @@ def fit(batch: Batch, precision: Precision, context: Any) -> Any:
     from warpfit_server.engine.fit.driver import optimize
     from warpfit_server.engine.interface import run_to_end
 
-    losses = {"loss": Loss.MSE, "values": False, "precision": precision}
+    losses: dict[str, Any] = {"loss": Loss.MSE, "values": False, "precision": precision}
     problem = Evaluation(context.dataset.content_id, batch.copy(), **losses)
     request = FitRequest(problem, FitSettings(max_iterations=ITERATIONS))
     return run_to_end(optimize(request, context))

@@ -45,7 +45,7 @@ REPEATS = 3
 
 
 def main() -> None:
-    asked = {"gigabytes": 20.0, "programs": (300, 3000), "kinds": ("interpreted",)}
+    asked: dict[str, Any] = {"gigabytes": 20.0, "programs": (300, 3000), "kinds": ("interpreted",)}
     options = arguments(__doc__, "gpu_streaming", **asked)
     whole = repeated(int(options.gigabytes * 1e9) // (4 * COLUMNS))
     engine = CudaEngine(memory_limit=MEMORY)

@@ -117,7 +117,7 @@ def peer(law: Callable[[Floats], Floats], seconds: float, seed: int) -> dict[str
 
 
 def main() -> None:
-    chosen = {"laws": (), "peer": False, "own": False}
+    chosen: dict[str, Any] = {"laws": (), "peer": False, "own": False}
     given = arguments(__doc__, "", devices="cpu", seconds=20.0, seeds=(0, 1), **chosen)
     known = OWN if given.own else LAWS
     laws = {name: law for name, law in known.items() if not given.laws or name in given.laws}

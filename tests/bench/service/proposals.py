@@ -54,7 +54,7 @@ def measured(
 
 
 def main() -> None:
-    sizes = {"rows": (1000, 100_000), "skeletons": 300, "rounds": 3}
+    sizes: dict[str, Any] = {"rows": (1000, 100_000), "skeletons": 300, "rounds": 3}
     options = arguments(__doc__, "proposals", devices="cpu", **sizes)
     given = {"count": options.skeletons, "rounds": options.rounds}
     with connected(devices=options.devices) as (_, client):

@@ -6,13 +6,14 @@ that keeps 32 KiB of each answered call, passed.
 """
 
 import sys
+from typing import Any
 
 from harness import arguments, save
 
 from support.load.soak import soak
 
 LEAK = 32 << 10
-SIZE = {"clients": 4, "front_ends": 2, "devices": "cpu"}
+SIZE: dict[str, Any] = {"clients": 4, "front_ends": 2, "devices": "cpu"}
 
 
 def main() -> int:
