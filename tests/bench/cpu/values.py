@@ -62,7 +62,11 @@ def compare(rows: int, threads: int) -> dict[str, Any]:
     jobs = {"pyoperon": peer.prepare(list(map(Program.bind, programs, parameters)))}
     for precision in Precision:
         jobs[f"warpfit {precision.value} values"] = engine_job(engine, data, batch, precision)
-    shares = check(jobs, programs, parameters, data)
+    first = min(1000, rows)
+    expected = reference.evaluate_programs(programs, data.variables[:, :first], parameters)
+    shares = {n: round(agreement(job.values(first), expected), 4) for n, job in jobs.items()}
+    if min(shares.values()) < AGREEMENT:
+        raise SystemExit(f"answers disagree with the reference: {shares}")
     runs = {name: job.run for name, job in jobs.items()}
     seconds = medians_in_turn(runs, seconds=SECONDS_A_CASE * len(jobs))
     engine.close()
@@ -78,20 +82,6 @@ def compare(rows: int, threads: int) -> dict[str, Any]:
         "times_pyoperon": {name: round(ratio, 2) for name, ratio in ratios.items()},
         "share_within_one_percent_of_reference": shares,
     }
-
-
-def check(
-    jobs: dict[str, Job], programs: list[Program], parameters: list[Any], data: Dataset
-) -> dict[str, float]:
-    """Run every job once and compare its values with the reference on the first rows."""
-    used = min(1000, data.layout.rows)
-    expected = reference.evaluate_programs(programs, data.variables[:, :used], parameters)
-    values = {name: job.values(used) for name, job in jobs.items()}
-    shares = {n: round(agreement(v, expected), 4) for n, v in values.items()}
-    wrong = {name: share for name, share in shares.items() if share < AGREEMENT}
-    if wrong:
-        raise SystemExit(f"answers disagree with the reference: {wrong}")
-    return shares
 
 
 def main() -> None:

@@ -54,13 +54,6 @@ def microseconds(actions: dict[str, Callable[[int], object]]) -> dict[str, float
     return {name: round(1e6 * median / BATCHES, 1) for name, median in medians.items()}
 
 
-def answer_bytes(data: DatasetHandle) -> bytes:
-    """Return an answer with 300 losses, in one message."""
-    timings = Timings(decode=1_000_000, queue=10_000, compute=130_000, copy_out=10_000)
-    arrays = {"losses": np.random.default_rng(SEED).uniform(size=(300, 1))}
-    return codec.result_start(data.layout, (300, 1, 100_000)) + codec.result_end(timings, arrays)
-
-
 def server_costs(data: DatasetHandle, messages: list[bytes]) -> dict[str, float]:
     """Return the time of a front end's decoder, ``decode``, and of the check of the tokens."""
     requests = [codec.parse_message(pb.EvaluateRequest, message) for message in messages]
@@ -124,7 +117,10 @@ def bare_server() -> Iterator[str]:
 
 def serve_answer() -> None:
     """Answer every request with the same bytes until standard input ends; calls may go on."""
-    answer = answer_bytes(DatasetHandle(data_set()))
+    timings = Timings(decode=1_000_000, queue=10_000, compute=130_000, copy_out=10_000)
+    losses = {"losses": np.random.default_rng(SEED).uniform(size=(300, 1))}
+    start = codec.result_start(data_set().layout, (300, 1, 100_000))
+    answer = start + codec.result_end(timings, losses)
     handler = grpc.stream_stream_rpc_method_handler(lambda asked, _: (answer for _ in asked))
     (info,) = InProcessServer().answer(Request("GetServerInfo", None, list))
     greeting = grpc.unary_unary_rpc_method_handler(lambda *_: info.SerializeToString())

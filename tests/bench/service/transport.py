@@ -33,17 +33,6 @@ def rates(size: int, seconds: list[float]) -> dict[str, float]:
     return {"gb_s": size / median / 1e9, "best_gb_s": size / best / 1e9}
 
 
-def memory_bounds(size: int) -> dict[str, Any]:
-    """Copying memory that is in use already, and hashing it."""
-    source = np.random.default_rng(SEED).bytes(size)
-    target = np.zeros(size, np.uint8)
-    view = np.frombuffer(source, np.uint8)
-    return {
-        "memory_copy": rates(size, seconds_of(lambda: np.copyto(target, view), ROUNDS)),
-        "sha256": rates(size, seconds_of(lambda: hashlib.sha256(source).digest(), 3)),
-    }
-
-
 def answers(client: warpfit.Client, *, idle: bool) -> dict[str, Any]:
     """A value matrix, again and again; an idle engine computes nothing, so that it only moves."""
     X = np.random.default_rng(SEED).normal(size=(ROWS, 10)).astype(np.float32)
@@ -79,7 +68,13 @@ def uploads(client: warpfit.Client) -> dict[str, Any]:
 
 def main() -> None:
     options, one = arguments(__doc__, "transport"), ("--front-ends", "1")
-    bounds = memory_bounds(ROWS * PROGRAMS * 4)
+    size = ROWS * PROGRAMS * 4
+    source, target = np.random.default_rng(SEED).bytes(size), np.zeros(size, np.uint8)
+    view = np.frombuffer(source, np.uint8)
+    bounds = {
+        "memory_copy": rates(size, seconds_of(lambda: np.copyto(target, view), ROUNDS)),
+        "sha256": rates(size, seconds_of(lambda: hashlib.sha256(source).digest(), 3)),
+    }
     with connected(*one, **injected("idle=1")) as (_, client):
         moved = answers(client, idle=True)
     with connected(*one) as (_, client):
