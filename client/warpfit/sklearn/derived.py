@@ -6,7 +6,6 @@ scikit-learn's meta-estimators do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from inspect import signature
 from typing import Any, Final, Self
 
@@ -30,6 +29,7 @@ from warpfit.sklearn.keywords import (
     Without,
     explains_keywords,
     is_code,
+    renamed,
 )
 from warpfit.sklearn.regressor import SymbolicRegressor
 
@@ -60,26 +60,15 @@ def _in_search(name: str, other: Translation | None) -> Translation:
 
 
 #: Where keywords of a search belong.
-_OF_SEARCH: Final[Mapping[str, Translation]] = {
+_OF_SEARCH: Final[dict[str, Translation]] = {
     name: _in_search(name, OF_OTHER_ESTIMATORS.get(name))
     for name in [*signature(SymbolicRegressor).parameters, *OF_OTHER_ESTIMATORS]
 }
-_OF_CLASSIFIERS: Final[Mapping[str, Translation]] = {
-    **_OF_SEARCH,
-    **dict.fromkeys(
-        ("loss", "metric", "elementwise_loss", "loss_function", "objectives"),
-        Without("a classifier minimises the log loss"),
-    ),
-    "transformer": Without("predict_proba is the logistic function of decision_function"),
-    **dict.fromkeys(
-        ("hall_of_fame", "n_components"), Without("SymbolicTransformer makes several features")
-    ),
-}
-_OF_TRANSFORMERS: Final[Mapping[str, Translation]] = {
-    **_OF_SEARCH,
-    "hall_of_fame": lambda value: f"n_components={value!r}",
-    "transformer": Without("SymbolicClassifier is for classes"),
-}
+_OF_CLASSIFIERS: Final = _OF_SEARCH | dict.fromkeys(
+    ("loss", "metric", "elementwise_loss", "loss_function", "objectives"),
+    Without("a classifier minimises the log loss"),
+)
+_OF_TRANSFORMERS: Final = _OF_SEARCH | {"hall_of_fame": renamed("n_components")}
 
 
 class SymbolicClassifier(AnswersOtherWords, ClassifierMixin, BaseEstimator):  # type: ignore[misc]

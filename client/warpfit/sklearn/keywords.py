@@ -71,7 +71,7 @@ class Without(str):
     __slots__ = ()
 
 
-def _ours(keyword: str) -> Callable[[Any], str]:
+def renamed(keyword: str) -> Callable[[Any], str]:
     """Return a translation to another keyword with the same value."""
     return lambda value: f"{keyword}={value!r}"
 
@@ -188,19 +188,19 @@ OF_OTHER_FITS: Final[Mapping[str, Translation]] = {
 #: Our form of keywords of the estimators of PySR, gplearn and pyoperon.
 OF_OTHER_ESTIMATORS: Final[Mapping[str, Translation]] = {
     **OF_OTHER_FITS,
-    **_all("niterations", "iterations", "max_iter", "n_generations", to=_ours("generations")),
-    **_all("seed", "random_seed", to=_ours("random_state")),
+    **_all("niterations", "iterations", "max_iter", "n_generations", to=renamed("generations")),
+    **_all("seed", "random_seed", to=renamed("random_state")),
     **_all(
         *("binary_operators", "unary_operators", "operators_binary", "operators_unary"),
         *("function_set", "allowed_symbols", "functions"),
         to=_operators,
     ),
-    "population_size": _ours("population"),
+    "population_size": renamed("population"),
     **_all("populations", "pool_size", to="population= for all formulas together"),
-    **_all("maxsize", "max_length", "max_complexity", to=_ours("max_size")),
+    **_all("maxsize", "max_length", "max_complexity", to=renamed("max_size")),
     **_all("maxdepth", "max_depth", "init_depth", to=_depth),
     "nested_constraints": lambda value: f"constraints={{'nesting': {value!r}}}",
-    **_all("timeout_in_seconds", "max_time", "time_limit", "timeout", to=_ours("max_seconds")),
+    **_all("timeout_in_seconds", "max_time", "time_limit", "timeout", to=renamed("max_seconds")),
     **_all("device", "devices", to="engine='auto', which takes the GPUs if there are some"),
     **_all("elementwise_loss", "loss_function", "loss_function_expression", to=_loss),
     **_all("metric", "objectives", to=_loss),
@@ -210,19 +210,19 @@ OF_OTHER_ESTIMATORS: Final[Mapping[str, Translation]] = {
         to="max_size= or model_selection=: equations_ has the best formula of each size",
     ),
     "model_selection_criterion": _criterion,
-    "dimensionless_constants_only": _ours("dimensionless_constants"),
+    "dimensionless_constants_only": renamed("dimensionless_constants"),
     "dimensional_constraint_penalty": Without("a formula of wrong units is no candidate at all"),
     **_all(
         *("early_stop_condition", "stopping_criteria"),
         to="tolerance= as a part of the loss of the best constant, or callback=",
     ),
     **_all("max_evals", "max_evaluations", to="generations= or max_seconds="),
-    "should_simplify": _ours("simplify"),
+    "should_simplify": renamed("simplify"),
     **_all("batching", "batch_size", "max_samples", to=_sample),
-    "optimizer_iterations": _ours("fit_iterations"),
+    "optimizer_iterations": renamed("fit_iterations"),
     "optimizer_likelihood": "loss=, such as 'poisson' or 'gaussian'",
     **_all("verbosity", "update_verbosity", "progress", to=lambda value: f"verbose={bool(value)}"),
-    "print_precision": _ours("digits"),
+    "print_precision": renamed("digits"),
     **_all("output_directory", "run_id", to="checkpoint= and output="),
     **_all("equation_file", "temp_equation_file", to=_table),
     "extra_sympy_mappings": "warpfit.define('name', 'formula'), and the name in operators=",
@@ -235,11 +235,9 @@ OF_OTHER_ESTIMATORS: Final[Mapping[str, Translation]] = {
     "select_k_features": Without("sklearn.feature_selection in a Pipeline chooses columns"),
     "denoise": "loss= for noise, such as 'huber'",
     **_all("class_weight", "sample_weight", to="sample_weight= of fit"),
-    "transformer": "SymbolicClassifier(search=SymbolicRegressor(...)) for two classes",
-    **_all(
-        *("hall_of_fame", "n_components"),
-        to="SymbolicTransformer(n_components=..., search=...), or programs_found() behind fit",
-    ),
+    "transformer": Without("SymbolicClassifier has the logistic function, and no other"),
+    "hall_of_fame": Without("equations_ and programs_found() have the best formulas"),
+    "n_components": Without("SymbolicTransformer makes several features"),
     "uncertainty": "sample_weight= of fit, 1 / sigma^2 of each row",
     **_all(
         *("add_model_scale_term", "add_model_intercept_term"),
@@ -291,9 +289,9 @@ OF_OTHER_ESTIMATORS: Final[Mapping[str, Translation]] = {
 }
 #: Our form of keywords of functions that fit parameters.
 OF_OTHER_OPTIMIZERS: Final[Mapping[str, Translation]] = {
-    "p0": _ours("start"),
+    "p0": renamed("start"),
     **_all("sigma", "weights", to="sample_weight= of fit, such as 1 / sigma^2"),
-    **_all("maxfev", "max_nfev", "maxiter", to=_ours("max_iterations")),
+    **_all("maxfev", "max_nfev", "maxiter", to=renamed("max_iterations")),
     **_all("model", "func", "f", to="expression= as text, such as 'p1*exp(-p2*x1)'"),
     **_all("n_jobs", "n_threads", to=_CORES),
     "jac": Without("derivatives are exact"),
@@ -314,8 +312,6 @@ OF_OTHER_OBJECTS: Final[Mapping[str, str]] = {
     ),
     "nout_": "program_, a list for several targets",
     **dict.fromkeys(("save", "load"), "pickle or joblib, which save a fitted estimator"),
-    "summary": _TABLE,
-    "lambdify": "to_numpy()",
     **dict.fromkeys(("expressions_", "formulas_"), "expression_, or get_feature_names_out()"),
     "latex_table": "equations_.latex_table()",
     "refresh": "equations_, which is always up to date",

@@ -96,7 +96,7 @@ def test_each_keyword_of_other_packages_is_known():
         ({"low_memory": True}, "Leave it out: no generation"),
         ({"weights": 1}, "Write sample_weight= of fit"),
         ({"X_units": ["m"]}, "Write units= of the estimator"),
-        ({"hall_of_fame": 9}, "programs_found() behind fit"),
+        ({"hall_of_fame": 9}, "Leave it out: equations_ and programs_found()"),
         ({"wild": 3}, "help(SymbolicRegressor) lists"),
         ({"metric": "mean absolute error"}, "Write loss='mae'"),
         ({"objectives": ["r2", "length"]}, "Write loss='r2'"),
@@ -159,7 +159,7 @@ def test_a_whole_call_is_translated_at_once():
         ("tournament_size", "Leave it out: the engine"),
         ("transformer", "Leave it out: "),
         ("sample_weight", "Write sample_weight= of fit"),
-        ("hall_of_fame", r"Write n_components=3$|Leave it out: SymbolicTransformer"),
+        ("hall_of_fame", r"Write n_components=3$|Leave it out: equations_"),
     ],
 )
 def test_keywords_of_a_search_belong_into_it(kind, name, written):
