@@ -29,7 +29,7 @@ from sklearn.utils.validation import (
 from warpfit.calls.arguments import member, whole_number
 from warpfit.client import Client, connect
 from warpfit.embedded import server_at
-from warpfit.errors import InvalidArgumentError, bad_setting
+from warpfit.errors import InvalidArgumentError, bad_setting, did_you_mean
 from warpfit.expressions import reference
 from warpfit.expressions.language import DIGITS, to_latex, to_text
 from warpfit.expressions.real_numbers import float_array, real_numbers, require_order
@@ -292,8 +292,10 @@ def check_common(estimator: Any) -> None:
         wanted = "a whole number from 0, a RandomState, or None"
         raise bad_setting("random_state", estimator.random_state, wanted) from None
     if estimator.engine not in ("auto", "cpu"):
-        wanted = "'auto', which takes the GPUs if there are some, or 'cpu'"
-        raise bad_setting("engine", estimator.engine, wanted)
+        wanted = "Give 'auto', which takes the GPUs if there are some, or 'cpu'"
+        remedy = did_you_mean(estimator.engine, ("auto", "cpu"), wanted)
+        what = f"engine is {estimator.engine!r}"
+        raise InvalidArgumentError(what, "BAD_SETTING", remedy, "engine")
 
 
 def _check_columns(X: Any) -> None:
