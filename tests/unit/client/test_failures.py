@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import warpfit
+from support.refusals import refused
 from support.servers.examples import EXPRESSIONS, PARAMETERS, QUICK, X, expected_values
 from support.servers.loopback import fail_calls, serve
 from warpfit import Batch, LossFunction, Population, Program, WarpfitError, testing
@@ -37,10 +38,7 @@ from warpfit.transport.failover import NOBODY_THERE, Retries
 def test_bad_options_are_refused_before_anything_is_sent(client, server, options, reason):
     data = client.upload(X)
     sent = len(server.calls)
-    with pytest.raises(warpfit.InvalidArgumentError) as caught:
-        client.evaluate(data, "x1", **options)
-    assert caught.value.reason == reason
-    assert caught.value.remedy
+    refused(reason, client.evaluate, data, "x1", **options)
     assert len(server.calls) == sent
 
 
@@ -51,8 +49,7 @@ def test_a_closed_client_says_so(server):
     with serve(server) as (address, _):
         client = warpfit.connect(address)
         client.close()
-        with pytest.raises(warpfit.InvalidArgumentError, match="closed"):
-            client.info()
+        refused("closed", client.info)
 
 
 @pytest.mark.parametrize(

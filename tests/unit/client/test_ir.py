@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engines.operators import leaves, numbers, programs
-from warpfit.errors import InvalidArgumentError, ProgramError
+from support.refusals import refused
+from warpfit.errors import ProgramError
 from warpfit.ir import Batch, Population, Program, are_well_formed, check_indices, check_structure
 from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit_server.engine.lowering import are_valid as compiled_are_valid
@@ -98,9 +99,7 @@ def test_programs_differ_from_other_objects_and_in_bits():
 
 @pytest.mark.parametrize(("name", "operands"), [("sin", 2), ("sub", 3), ("add", 1), ("where", 2)])
 def test_apply_refuses_a_wrong_number_of_operands(name, operands):
-    with pytest.raises(ProgramError, match=name) as caught:
-        Program.apply(name, *[X1] * operands)
-    assert caught.value.reason == "WRONG_ARITY"
+    assert refused(name, Program.apply, name, *[X1] * operands).reason == "WRONG_ARITY"
 
 
 @given(st.lists(programs(), max_size=6), st.data())
@@ -143,10 +142,7 @@ def test_a_slice_of_a_population_is_a_view_and_an_index_outside_is_an_error():
     "odd", [["x1"], "x1", X1, np.array(X1, dtype=object), np.array(1.0), None, 3, {"a": X1}]
 )
 def test_a_population_of_something_else_is_refused(kind, odd):
-    with pytest.raises(
-        InvalidArgumentError, match=r"Write a single one as \[program\].*as_population"
-    ):
-        kind.of(odd)
+    refused(r"Write a single one as \[program\].*as_population", kind.of, odd)
 
 
 def test_chosen_programs_of_a_batch_keep_their_parameters():
@@ -181,9 +177,7 @@ def test_batch_holds_programs_and_parameters(drawn, vectors):
     ],
 )
 def test_batches_that_cannot_be_built(given_programs, parameters, reason):
-    with pytest.raises(InvalidArgumentError) as caught:
-        Batch.of(given_programs, parameters)
-    assert caught.value.reason == reason
+    refused(reason, Batch.of, given_programs, parameters)
 
 
 @pytest.mark.parametrize(
@@ -195,10 +189,9 @@ def test_batches_that_cannot_be_built(given_programs, parameters, reason):
 )
 def test_parameters_that_a_program_does_not_have_are_an_error(parameters, message):
     batch = Batch.of([X1, TWO, P1], parameters)
-    with pytest.raises(ProgramError, match=message) as caught:
-        batch.check(variables=3)
-    assert caught.value.reason == "TOO_MANY_PARAMETERS"
-    assert caught.value.expression == [len(p) for p in parameters].index(max(map(len, parameters)))
+    error = refused(message, batch.check, variables=3)
+    assert error.reason == "TOO_MANY_PARAMETERS"
+    assert error.expression == [len(p) for p in parameters].index(max(map(len, parameters)))
 
 
 def test_operands_do_not_come_from_the_program_before():

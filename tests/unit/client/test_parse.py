@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.refusals import refused
 from warpfit.embedded import embedded_server
-from warpfit.errors import InvalidArgumentError, ParseError
+from warpfit.errors import ParseError
 from warpfit.expressions import reference
 from warpfit.frontends import deap
 from warpfit.frontends.pysr import from_pysr
@@ -289,8 +290,7 @@ def test_time_grows_as_the_text_does(run):
 )
 def test_one_text_in_the_place_of_several_is_refused(take):
     """Its letters would be taken for them."""
-    with pytest.raises(InvalidArgumentError, match=r"is 'cpu'.*Give a list, such as \['cpu'\]"):
-        take("cpu")
+    refused(r"is 'cpu'.*Give a list, such as \['cpu'\]", take, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from support.refusals import refused
 from warpfit import parse
 from warpfit.dataset import Dataset
-from warpfit.errors import InvalidArgumentError
 from warpfit.ir import Batch
 from warpfit.ops import OPERATORS
 from warpfit.searching import BASE_UNITS, Rules, SearchRequest, Template, Units
@@ -128,15 +128,9 @@ WRONG = [
 
 @pytest.mark.parametrize(("reason", "field", "given"), WRONG)
 def test_a_mistake_is_named(reason, field, given):
-    with pytest.raises(InvalidArgumentError) as caught:
-        replace(USUAL, **given).check(LAYOUT)
-    assert (caught.value.reason, caught.value.field) == (reason, field)
-    assert caught.value.remedy
+    assert refused(reason, lambda: replace(USUAL, **given).check(LAYOUT)).field == field
 
 
 def test_data_without_a_target_are_refused_and_the_operator_that_was_meant_is_named():
-    with pytest.raises(InvalidArgumentError) as caught:
-        USUAL.check(Dataset.of(X).layout)
-    assert caught.value.reason == "TARGET_MISSING"
-    with pytest.raises(InvalidArgumentError, match="Did you mean square"):
-        replace(USUAL, operators={"squared": 1.0}).check(LAYOUT)
+    refused("TARGET_MISSING", lambda: USUAL.check(Dataset.of(X).layout))
+    refused("Did you mean square", lambda: replace(USUAL, operators={"squared": 1.0}).check(LAYOUT))

@@ -9,6 +9,7 @@ import pytest
 
 import warpfit
 import warpfit.testing
+from support.refusals import refused
 from warpfit.cli.main import main
 from warpfit.errors import did_you_mean
 from warpfit.losses import as_loss
@@ -107,7 +108,7 @@ def test_a_word_of_another_package_in_a_call_is_answered(found, call, remedy):
 # --------------------------------------------------------------------------------- estimators
 
 
-def refused(call):
+def remedy_of(call):
     with pytest.raises(warpfit.InvalidArgumentError) as caught:
         call()
     return caught.value.remedy
@@ -116,13 +117,13 @@ def refused(call):
 def test_parameters_are_set_by_our_names():
     model = SymbolicRegressor().set_params(max_size=7)
     assert model.max_size == 7
-    assert refused(lambda: model.set_params(maxsize=9)) == "Write max_size=9"
-    assert refused(lambda: model.set_params(max_siz=9)) == "Did you mean max_size=?"
+    assert remedy_of(lambda: model.set_params(maxsize=9)) == "Write max_size=9"
+    assert remedy_of(lambda: model.set_params(max_siz=9)) == "Did you mean max_size=?"
     assert model.max_size == 7
     one = SymbolicClassifier(search=SymbolicRegressor())
     assert one.set_params(search__max_size=5).search.max_size == 5
-    assert "search=SymbolicRegressor" in refused(lambda: one.set_params(max_size=3))
-    assert "Write max_size=3" in refused(lambda: one.set_params(search__maxsize=3))
+    assert "search=SymbolicRegressor" in remedy_of(lambda: one.set_params(max_size=3))
+    assert "Write max_size=3" in remedy_of(lambda: one.set_params(search__maxsize=3))
 
 
 def test_words_of_curve_fit_are_answered():
@@ -131,7 +132,7 @@ def test_words_of_curve_fit_are_answered():
         ({"sigma": [1.0]}, "sample_weight"),
         ({"bound": (0, 1)}, "Did you mean bounds=?"),
     ):
-        assert ours in refused(partial(ParameterOptimizer, "p1*x1", **keywords))
+        assert ours in remedy_of(partial(ParameterOptimizer, "p1*x1", **keywords))
 
 
 @pytest.mark.parametrize(
@@ -147,24 +148,24 @@ def test_words_of_curve_fit_are_answered():
 )
 def test_a_loss_of_another_package_is_ours(loss, ours):
     model = SymbolicRegressor(loss=loss)
-    assert ours in refused(lambda: model.fit(ROWS, ROWS[:, 0]))
-    assert ours in refused(lambda: SymbolicRegressor(elementwise_loss=loss))
+    assert ours in remedy_of(lambda: model.fit(ROWS, ROWS[:, 0]))
+    assert ours in remedy_of(lambda: SymbolicRegressor(elementwise_loss=loss))
     for own in ("mse", "huber", "abs(f - y)", "(prediction - target)^2"):
         check_loss(own)
 
 
 def test_limits_of_arguments_name_the_call_that_has_them():
     model = SymbolicRegressor(constraints={"sin": 9, "pow": (-1, 1)})
-    assert "client.search(data, arguments=...)" in refused(lambda: model.fit(ROWS, ROWS[:, 0]))
+    assert "client.search(data, arguments=...)" in remedy_of(lambda: model.fit(ROWS, ROWS[:, 0]))
     model = SymbolicRegressor(constraints={"dept": 3})
-    assert refused(lambda: model.fit(ROWS, ROWS[:, 0])) == "Did you mean depth?"
+    assert remedy_of(lambda: model.fit(ROWS, ROWS[:, 0])) == "Did you mean depth?"
 
 
 def test_texts_in_a_column_may_name_groups(tmp_path, capsys, monkeypatch):
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame({"dose": [1.0, 2.0, 3.0], "kind": ["a", "b", "a"]})
     for model in (SymbolicRegressor(), ParameterOptimizer("p1*dose")):
-        remedy = refused(lambda model=model: model.fit(table, [1.0, 2.0, 3.0]))
+        remedy = remedy_of(lambda model=model: model.fit(table, [1.0, 2.0, 3.0]))
         assert "group='kind' of SymbolicRegressor" in remedy
     file = tmp_path / "doses.csv"
     table.assign(rate=[1, 2, 3]).to_csv(file, index=False)
@@ -225,15 +226,13 @@ search = partial(call, "search", generations=1)
     }.items(),
 )
 def test_the_name_that_was_meant_is_said(meant, call):
-    with pytest.raises(warpfit.WarpfitError, match=rf"Did you mean .*{meant.strip()}"):
-        call()
+    refused(rf"Did you mean .*{meant.strip()}", call)
 
 
 def test_a_slip_in_an_operator_is_told_from_another_operator():
     for name in OPERATORS:
         if len(name) > 2:
-            with pytest.raises(warpfit.InvalidArgumentError, match=r"Did you mean \w+\?"):
-                operator_name(name + "q")
+            refused(r"Did you mean \w+\?", operator_name, name + "q")
 
 
 def test_what_is_like_no_name_gets_the_list():

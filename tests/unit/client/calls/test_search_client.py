@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 import warpfit
+from support.refusals import refused
 from warpfit import search_codec, testing
 from warpfit.calls.search import merged, unscaled
 from warpfit.errors import (
     FailedPreconditionError,
-    InvalidArgumentError,
     ResourceExhaustedError,
     UnavailableError,
 )
@@ -83,9 +83,7 @@ def test_a_mistake_is_named(reason, field, options):
     with testing.client() as client:
         data = client.upload(X, Y, names=["a", "b", "c"])
         budget = {} if reason == "BUDGET_MISSING" else {"formulas": 9}
-        with pytest.raises(InvalidArgumentError) as caught:
-            client.search(data, **(budget | options))
-        assert (caught.value.reason, caught.value.field) == (reason, field)
+        assert refused(reason, client.search, data, **budget | options).field == field
 
 
 # ----------------------------------------------------------------------------------- interruptions

@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 import warpfit
 import warpfit.testing
+from support.refusals import refused
 from warpfit.calls.dataset_handle import warn_of_range
 from warpfit.dataset import (
     Dataset,
@@ -23,7 +24,6 @@ from warpfit.dataset import (
     client_dataset,
     open_table,
 )
-from warpfit.errors import InvalidArgumentError
 from warpfit.request import Result
 
 MATRICES = st.sampled_from([np.float32, np.float64, np.int16]).flatmap(
@@ -106,10 +106,9 @@ def test_numbers_too_large_for_float32_are_refused(row, number, place, name):
     target = {"y": y, "w": w}.get(place, columns[:, place] if isinstance(place, int) else y)
     target[row] = number
     target[(row + 1) % ROWS] = np.nan if place != "w" else 1.0
-    with pytest.raises(InvalidArgumentError, match=f"row {row} ") as caught:
-        Dataset.of(columns, y, w)
-    assert (caught.value.reason, caught.value.field) == ("OVERFLOW", name)
-    assert "float64" in caught.value.remedy
+    error = refused(f"row {row} ", Dataset.of, columns, y, w)
+    assert (error.reason, error.field) == ("OVERFLOW", name)
+    assert "float64" in error.remedy
     Dataset.of(columns, y, w, dtype="float64")
 
 
@@ -168,9 +167,8 @@ def test_weights_must_be_finite_and_not_negative(weight, row, dtype, monkeypatch
     weights = np.arange(6.0)
     weights[row] = weight
     monkeypatch.setattr(np, "empty", None)  # no memory is taken before
-    with pytest.raises(InvalidArgumentError, match=f"row {row} ") as caught:
-        Dataset.of(X, Y, weights, dtype=dtype)
-    assert (caught.value.reason, caught.value.field) == ("BAD_WEIGHT", "weights")
+    error = refused(f"row {row} ", Dataset.of, X, Y, weights, dtype=dtype)
+    assert (error.reason, error.field) == ("BAD_WEIGHT", "weights")
 
 
 @pytest.mark.parametrize(
@@ -189,10 +187,7 @@ def test_weights_must_be_finite_and_not_negative(weight, row, dtype, monkeypatch
     ],
 )
 def test_shapes_names_and_dtypes_are_checked(arguments, options, reason):
-    with pytest.raises(InvalidArgumentError) as caught:
-        Dataset.of(*arguments, **options)
-    assert caught.value.reason == reason
-    assert caught.value.remedy
+    refused(reason, Dataset.of, *arguments, **options)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from warpfit.errors import InvalidArgumentError, ProgramError
+from support.refusals import refused
+from warpfit.errors import ProgramError
 from warpfit.expressions import reference
 from warpfit.frontends import as_population, as_program
 from warpfit.frontends.gplearn import from_gplearn, population
@@ -81,6 +82,4 @@ def test_a_function_of_the_user(function, name, reason, meaning, text):
         assert str(as_program(original)) == text
         return
     for operators, wanted in ((None, reason), ({name: "aq"}, "WRONG_ARITY")):
-        with pytest.raises(InvalidArgumentError, match=name) as caught:
-            from_gplearn(original, operators)
-        assert caught.value.reason == wanted
+        assert refused(name, from_gplearn, original, operators).reason == wanted

@@ -14,6 +14,7 @@ from sklearn.exceptions import NotFittedError
 
 import warpfit
 import warpfit.sklearn
+from support.refusals import refused
 from warpfit.sklearn import (
     ParameterOptimizer,
     SymbolicClassifier,
@@ -34,10 +35,8 @@ PYSR = json.loads((Path(__file__).parents[3] / "data" / "pysr.json").read_text()
 ESTIMATORS = (ParameterOptimizer, SymbolicClassifier, SymbolicRegressor, SymbolicTransformer)
 
 
-def refused(**keywords):
-    with pytest.raises(warpfit.InvalidArgumentError, match="no keyword") as caught:
-        SymbolicRegressor(**keywords)
-    return caught.value
+def mistaken(**keywords):
+    return refused("no keyword", SymbolicRegressor, **keywords)
 
 
 @pytest.mark.parametrize("value", [3, None, "mse", ["a", "b"]])
@@ -46,7 +45,7 @@ def test_a_keyword_of_another_program_is_answered_by_ours(value):
     others.add("SymbolicTransformer(n_components")
     for name in OF_OTHER_ESTIMATORS:
         assert name not in OWN
-        remedy = refused(**{name: value}).remedy
+        remedy = mistaken(**{name: value}).remedy
         words = set(remedy.replace("=", " ").replace(",", " ").split())
         assert remedy.startswith("Leave it out: ") or words & (OWN.keys() | others), remedy
 
@@ -89,7 +88,7 @@ def test_each_keyword_of_other_packages_is_known():
     ],
 )
 def test_the_value_is_translated(given, ours):
-    assert ours in refused(**given).remedy
+    assert ours in mistaken(**given).remedy
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ def test_the_value_is_translated(given, ours):
     ],
 )  # fmt: skip
 def test_what_is_to_be_written_is_a_setting(given):
-    written = refused(**given).remedy.removeprefix("Write ")
+    written = mistaken(**given).remedy.removeprefix("Write ")
     model = eval(f"SymbolicRegressor({written})", {**globals()})
     with pytest.raises(ValueError, match="Found array with 0 sample"):
         model.fit(np.empty((0, 1)), np.empty(0))
@@ -112,7 +111,7 @@ def test_what_is_to_be_written_is_a_setting(given):
 
 
 def test_a_whole_call_is_translated_at_once():
-    error = refused(
+    error = mistaken(
         binary_operators=["+", "*"], unary_operators=["cos"], niterations=5, alpha=1.0, progres=1
     )
     assert error.remedy.startswith("Write operators=['+', '*', 'cos'], generations=5. Leave out a")
@@ -123,22 +122,25 @@ def test_a_whole_call_is_translated_at_once():
 @pytest.mark.parametrize("kind", [SymbolicClassifier, SymbolicTransformer])
 @pytest.mark.parametrize("name", ["max_seconds", "operators", "niterations"])
 def test_keywords_of_a_search_belong_into_it(kind, name):
-    with pytest.raises(warpfit.InvalidArgumentError, match="search=SymbolicRegressor"):
-        kind(**{name: 3})
+    refused("search=SymbolicRegressor", kind, **{name: 3})
 
 
 def test_a_keyword_of_another_fit_or_prediction_is_answered_by_ours():
     model = SymbolicRegressor()
     others = {model.fit: OF_OTHER_FITS, model.predict: OF_OTHER_PREDICTIONS}
     for method, name in [(method, name) for method, names in others.items() for name in names]:
-        with pytest.raises(warpfit.InvalidArgumentError, match=f"no keyword '{name}'"):
-            method([[1.0]], *[[1.0]] * (method == model.fit), **{name: None})
+        refused(
+            f"no keyword '{name}'",
+            method,
+            [[1.0]],
+            *[[1.0]] * (method == model.fit),
+            **{name: None},
+        )
 
 
 def test_a_slip_is_answered_by_the_nearest_keyword():
-    assert "Did you mean max_seconds=" in refused(max_second=3).remedy
-    with pytest.raises(warpfit.InvalidArgumentError, match="Use search, random_state"):
-        SymbolicClassifier(wild=3)
+    assert "Did you mean max_seconds=" in mistaken(max_second=3).remedy
+    refused("Use search, random_state", SymbolicClassifier, wild=3)
 
 
 # ------------------------------------------------------------------------------------- attributes
