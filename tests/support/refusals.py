@@ -13,14 +13,15 @@ def refused(why: str, call: Callable[..., Any], /, *arguments: Any, **options: A
     """Make a call that is an `InvalidArgumentError` with a remedy; return the error.
 
     Args:
-        why: its reason, in capitals, or a pattern of its text.
+        why: its reason, or a pattern of ``REASON: text``.
         call: what is called with the arguments and options.
 
     """
     with pytest.raises(InvalidArgumentError) as caught:
         call(*arguments, **options)
     error = caught.value
+    found = f"{error.reason}: {error}"
     is_reason = re.fullmatch("[A-Z_]+", why) is not None
-    assert error.reason == why if is_reason else re.search(why, str(error), re.DOTALL), error
+    assert error.reason == why if is_reason else re.search(why, found, re.DOTALL), found
     assert error.reason and error.remedy
     return error
