@@ -240,19 +240,3 @@ def test_bands_are_those_of_linear_regression(client, lines):
         "evidence=True",
         lambda: client.optimize(data, TEXTS, covariance=True).band(x[:, None], prediction=True),
     )
-
-
-def test_what_has_no_evidence_says_so(client, lines):
-    data, _ = lines
-    refused("squared differences", client.optimize, data, TEXTS, loss="mae", evidence=True)
-    refused(
-        "all are asked for",
-        client.optimize,
-        data,
-        TEXTS,
-        restarts=2,
-        all_starts=True,
-        evidence=True,
-    )
-    refused("a level between 0 and 1", client.optimize, data, TEXTS, intervals=95)
-    refused("a level between 0 and 1", client.optimize, data, TEXTS, intervals="95")

@@ -5,7 +5,6 @@ import re
 import signal
 import threading
 import time
-from functools import partial
 
 import grpc
 import numpy as np
@@ -17,30 +16,10 @@ import warpfit
 from support.refusals import refused
 from support.servers.examples import EXPRESSIONS, PARAMETERS, QUICK, X, expected_values
 from support.servers.loopback import fail_calls, serve
-from warpfit import Batch, LossFunction, Population, Program, WarpfitError, testing
+from warpfit import testing
 from warpfit.transport.call import Deadline
 from warpfit.transport.connection import RetryPolicy, TransportConfig
 from warpfit.transport.failover import NOBODY_THERE, Retries
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"loss": "mape"}, "BAD_ENUM"),
-        ({"loss": "mse"}, "TARGET_MISSING"),
-        ({"correlation": True}, "TARGET_MISSING"),
-        ({"precision": "sloppy"}, "BAD_ENUM"),
-        ({"rows": slice(0, 10, 2)}, "BAD_ROWS"),
-        ({"rows": (0, 61)}, "ROWS_OUT_OF_RANGE"),
-        ({"timeout": 0}, "BAD_TIMEOUT"),
-    ],
-)
-def test_bad_options_are_refused_before_anything_is_sent(client, server, options, reason):
-    data = client.upload(X)
-    sent = len(server.calls)
-    refused(reason, client.evaluate, data, "x1", **options)
-    assert len(server.calls) == sent
-
 
 # --------------------------------------------------------------------------------------- over gRPC
 
@@ -297,128 +276,3 @@ def test_pauses_grow_within_bounds(failures, draw, initial, jitter):
     assert 0 <= pause <= 2.0
     assert pause >= initial * (1 - jitter) - 1e-12
     assert policy.pause(failures + 1, draw) >= pause
-
-
-# ------------------------------------------------------------------------------ mistakes of callers
-
-
-ROWS = np.random.default_rng(2).normal(size=(20, 2))
-U1, F8, U4 = np.uint8, np.float64, np.uint32
-BOTH = Program.parameter(0), Program.parameter(1)
-
-
-@pytest.fixture(scope="module")
-def bound():
-    with testing.client() as client:
-        yield client, client.upload(ROWS, ROWS[:, 0])
-
-
-def fit(**options):
-    return lambda c, d: c.optimize(d, ["p1*x1 + p2"], [[1.0, 0.0]], **options)
-
-
-def evaluate(*arguments, **options):
-    return lambda c, d: c.evaluate(d, *(arguments or (["x1"],)), **options)
-
-
-CASES = {
-    "no keyword 'los'. Did you mean loss": evaluate(los="mse"),
-    "Did you mean max_iterations": fit(max_iter=5),
-    "Did you mean tolerance": lambda c, d: c.simplify(d, ["x1"], tolerence=0.1),
-    "Did you mean names": lambda c, d: c.upload(ROWS, name=("a", "b")),
-    "no keyword 'columns'": lambda c, d: c.open("a.parquet", columns=["a"]),
-    "rows is '0:5'": evaluate(rows="0:5"),
-    "rows is array": evaluate(rows=np.arange(5)),
-    r"rows is array\(\[ True[^\n]{,60}\.\.\. Give": evaluate(rows=np.ones(60, bool)),
-    r"rows is \(0.0, 5": evaluate(rows=(0.0, 5.5)),
-    "timeout is '5'": evaluate(timeout="5"),
-    "no vector of numbers: 1.0": evaluate(list(BOTH), [1.0, 2.0]),
-    "no vector of numbers: 2.0": evaluate("p1", 2.0),
-    "codes .* of dtype int64": evaluate(Population(np.array([1]), np.zeros(1), np.ones(1, U4))),
-    "values .* of dtype float32": evaluate(
-        Batch(*(np.ones(1, kind) for kind in (U1, "f4", U4)), np.zeros(1, U4), np.empty(0))
-    ),
-    r"bounds is \[\(0, 2\), \(0, 3\)\]. Give a tuple": fit(bounds=[(0, 2), (0, 3)]),
-    r"bounds is \(0,\)": fit(bounds=(0,)),
-    r"fixed is \[\[2\]\]. Give a truth value": fit(fixed=[[2]]),
-    "fixed is 'p1'. Give a truth value": fit(fixed="p1"),
-    "expressions is a set. Give a list": evaluate({"x1"}),
-    "y has 0 dimensions. Give one number for each row": lambda c, d: c.upload(ROWS, 1.0),
-    "weights has 0 dimensions. Give one number": lambda c, d: c.upload(ROWS, ROWS[:, 0], 2.0),
-    r"name 'e1'.*Did you mean e\?": lambda c, d: warpfit.parse("e1", ("e", "b")),
-    "progress is True": fit(progress=True),
-    r"p2 has a bound that is not a number": fit(bounds=([[0.0, np.nan]], np.inf)),
-    "p1 has bounds between which no number": fit(bounds=(np.inf, np.inf)),
-    "p1 has a lower bound above its upper": fit(bounds=(1.0, 0.0)),
-    "data is of type int": lambda c, d: c.release(5),
-    "names is 'ab'": lambda c, d: c.upload(ROWS, names="ab"),
-    r"names is \(1, 2\)": lambda c, d: c.upload(ROWS, names=(1, 2)),
-    "no numbers": lambda c, d: Program(["a"], [0.0]),
-    "no whole number from 0 to 255": lambda c, d: Program([1.5], [0.0]),
-    "whole number from 0": lambda c, d: Program([300], [0.0]),
-    "'plus1' is no operator": lambda c, d: Program.apply("plus1", *BOTH),
-    "an operand of sin is no Program": lambda c, d: Program.apply("sin", "x1"),
-    "cannot be of type NoneType": lambda c, d: warpfit.parse(None),
-    "there is text in it": lambda c, d: BOTH[0].bind(["a"]),
-    "defined by two texts": lambda c, d: warpfit.define("mine", 3),
-    "a row loss is a Program": lambda c, d: LossFunction("d"),
-    "tls is 'ca.pem'": lambda c, d: warpfit.connect("a:1", tls="ca.pem"),
-    "visible ASCII": lambda c, d: warpfit.connect("localhost:1", token="a\nb"),
-    "retry is 3": lambda c, d: warpfit.connect("a:1", retry=3),
-    "transport is {}": lambda c, d: warpfit.connect("a:1", transport={}),
-}
-
-
-@pytest.mark.parametrize("message", CASES)
-def test_a_mistake_is_told(bound, message):
-    with pytest.raises(WarpfitError, match=message) as raised:
-        CASES[message](*bound)
-    assert raised.value.reason
-
-
-def fitted(c, d, **number):
-    return fit(**number)(c, d)
-
-
-def made(kind):
-    return lambda c, d, **number: kind(**number)
-
-
-#: By the name of a number: a call that has it, and values that it does not take.
-NUMBERS = {
-    **dict.fromkeys(("max_iterations", "restarts", "seed"), (fitted, np.inf, 5.5)),
-    **dict.fromkeys(("gradient_tolerance", "loss_tolerance", "step_tolerance"), (fitted, np.inf)),
-    "intervals": (fitted, 1.0),
-    "held_out": (lambda c, d, **number: c.propose(d, ["p1*x1"], **number), 1.0),
-    "restarts ": (lambda c, d, **number: c.propose(d, ["p1*x1"], **number), np.inf, 1.5),
-    "tolerance": (lambda c, d, **number: c.simplify(d, ["x1"], **number),),
-    "level": (lambda c, d, level: c.optimize(d, "p1*x1", covariance=True).band(ROWS, level=level),),
-    "sigma": (made(warpfit.losses.gaussian), 0),
-    "delta": (made(warpfit.losses.huber), 0),
-    "q": (made(warpfit.losses.quantile), 1.0),
-    "wait": (made(partial(warpfit.connect, "a:1")),),
-    "replicas": (made(partial(warpfit.connect, "a:1")), 0, 1.5),
-    **dict.fromkeys(("jitter", "total_seconds"), (made(RetryPolicy),)),
-    "keepalive_seconds": (made(TransportConfig), np.inf),
-    **dict.fromkeys(("message_bytes", "chunk_bytes"), (made(TransportConfig), 0, 1000.5)),
-}
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_what_is_no_number_in_its_range_is_told(bound, name):
-    call, *further = NUMBERS[name]
-    for value in (np.nan, -1, "a", *further):
-        with pytest.raises(WarpfitError, match=f"{name.strip()} is {value!r}") as raised:
-            call(*bound, **{name.strip(): value})
-        assert raised.value.reason
-
-
-def test_numbers_of_numpy_are_numbers(bound):
-    client, data = bound
-    rows = np.int64(0), np.int64(5)
-    assert client.evaluate(data, ["x1"], rows=rows, timeout=np.float32(5)).shape == (5, 1)
-    assert client.evaluate(data, ["x1"], timeout=np.inf).shape == (20, 1)
-    assert Deadline(1e10).remaining() is None
-    one = np.int64(1)
-    assert client.optimize(data, ["p1*x1"], [[one]], max_iterations=one).iterations[0] <= 1
-    warpfit.connect("127.0.0.1:1", replicas=np.int64(2), wait=np.float32(1.0)).close()

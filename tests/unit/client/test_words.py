@@ -12,7 +12,6 @@ import warpfit.testing
 from support.refusals import refused
 from warpfit.cli.main import main
 from warpfit.errors import did_you_mean
-from warpfit.losses import as_loss
 from warpfit.ops import OPERATORS
 from warpfit.sklearn import ParameterOptimizer, SymbolicClassifier, SymbolicRegressor
 from warpfit.sklearn.constraints import operator_name
@@ -84,25 +83,6 @@ def test_formulas_of_a_search_are_a_sequence(found):
     assert result[-1] == result.best == result.formula(len(result) - 1)
     with pytest.raises(IndexError):
         result[len(result)]
-
-
-@pytest.mark.parametrize(
-    ("call", "remedy"),
-    [
-        (lambda c, d: c.optimize(d, ["p1*x1"], p0=[1]), "Give starts behind the expressions"),
-        (lambda c, d: c.optimize(d, ["p1*x1"], sigma=[1]), "weights= to upload"),
-        (lambda c, d: c.optimize(d, ["p1*x1"], maxfev=9), "max_iterations="),
-        (lambda c, d: c.evaluate(d, ["x1"], operators={"a": "b"}), "from_deap"),
-        (lambda c, d: c.search(d, max_seconds=3), "seconds="),
-        (lambda c, d: c.evaluate(d, ["np.exp(x1)"]), "without np, such as exp"),
-        (lambda c, d: warpfit.define("logistic", "1/(1+exp(-a))"), "Use it as it is"),
-        (lambda c, d: warpfit.define("2nd", "a*a"), "begins with a letter"),
-    ],
-)
-def test_a_word_of_another_package_in_a_call_is_answered(found, call, remedy):
-    with pytest.raises(warpfit.WarpfitError) as caught:
-        call(found["client"], found["data"])
-    assert remedy in caught.value.remedy
 
 
 # --------------------------------------------------------------------------------- estimators
@@ -192,16 +172,6 @@ def frame(**settings):
     return SymbolicRegressor(**settings).fit(table, ROWS[:, 0])
 
 
-def call(method, *arguments, **options):
-    with warpfit.testing.client() as client:
-        data = client.upload(ROWS, ROWS[:, 0])
-        getattr(client, method)(data, *arguments, **options)
-
-
-evaluate, fit = partial(call, "evaluate", ["x1"]), partial(call, "optimize", ["p1*x1"])
-search = partial(call, "search", generations=1)
-
-
 @pytest.mark.parametrize(
     ("meant", "call"),
     {
@@ -214,15 +184,6 @@ search = partial(call, "search", generations=1)
         "numbers": lambda: model(snap="number"),
         "length": lambda: frame(units={"lenght": "m", "mass": "kg"}),
         "mass ": lambda: frame(group="Mass"),
-        "javascript": lambda: warpfit.parse("x1").code("JS"),
-        "cos": lambda: warpfit.parse("coss(x1)"),
-        "huber": lambda: as_loss("hubber"),
-        "relative": lambda: warpfit.LossFunction.parse("d^2", "relativ"),
-        "square ": lambda: warpfit.Program.apply("sqare", warpfit.Program.variable(0)),
-        "nmse": lambda: evaluate(loss="NMSE"),
-        "compiled": lambda: evaluate(tier="compile"),
-        "max_depth": lambda: search(max_dept=3),
-        "drop": lambda: fit(missing="drops"),
     }.items(),
 )
 def test_the_name_that_was_meant_is_said(meant, call):

@@ -128,20 +128,6 @@ def test_quantiles_of_students_distribution():
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"gradient": True}, "LOSS_MISSING"),
-        ({"linear_scaling": True}, "LOSS_MISSING"),
-        ({"loss": "huber", "linear_scaling": True}, "SCALING_UNDEFINED"),
-        ({"loss": "mse", "linear_scaling": True, "gradient": True}, "CONFLICTING_OUTPUTS"),
-        ({"loss": "abs("}, "EXPECTED_OPERAND"),
-    ],
-)
-def test_outputs_that_exclude_each_other(client, data, options, reason):
-    refused(reason, client.evaluate, data, TEXTS, STARTS, **options)
-
-
-@pytest.mark.parametrize(
     ("dtype", "options", "expected"),
     [
         ("float64", {}, (50, 1e-8, 1e-8, 1e-8)),

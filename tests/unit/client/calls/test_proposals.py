@@ -8,11 +8,9 @@ import pytest
 
 import warpfit
 import warpfit.testing
-from support.refusals import refused
 from warpfit import (
     DeadlineExceededError,
     FailedPreconditionError,
-    InvalidArgumentError,
     Program,
     RetryPolicy,
     UnavailableError,
@@ -214,15 +212,3 @@ def test_a_call_has_a_limit(monkeypatch):
     found = proposed(table(), ["p1*a", "p1*b", "p1*k", "p1 +"], restarts=1, loss="r2")
     assert [bool(answer.error) for answer in found] == [False, False, True, True]
     assert found.best is found[int(found[1].held_out_loss > found[0].held_out_loss)]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"units": {"nosuch": "m"}}, {"target_unit": "florin"}, {"loss": "nosuch"}, {"restarts": 10**9},
-     {"units": 3}, {"progress": 5}],
-)  # fmt: skip
-def test_wrong_options_are_errors_of_the_call(options):
-    with pytest.raises(InvalidArgumentError):
-        proposed(table(), ["p1*a"], **options)
-    refused("needs a target", lambda: proposed(table()[:1], ["p1*a"]))
-    refused("a list of skeletons", lambda: proposed(table(), {"p1*a", "p1*b"}))
