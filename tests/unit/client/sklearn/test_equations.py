@@ -245,11 +245,17 @@ def test_a_warning_says_why_a_formula_is_not_chosen(held_out, is_few, word):
     assert "no other one" in reason_against(favourite, favourite, 10, is_few=is_few)
 
 
-@pytest.mark.parametrize(("rows", "tail"), [(60, "t"), (1000, "lognormal")])
-def test_a_pole_beside_a_row_far_out_explains_no_noise(rows, tail):
+NOISES = {
+    "t": lambda rng, rows: rng.standard_t(2, size=rows),
+    "lognormal": lambda rng, rows: rng.lognormal(size=rows),
+    "normal": lambda rng, rows: rng.normal(size=rows),
+}
+
+
+@pytest.mark.parametrize(("rows", "noise"), [(60, "t"), (1000, "lognormal")])
+def test_a_pole_beside_a_row_far_out_explains_no_noise(rows, noise):
     rng = np.random.default_rng(rows)
-    X = rng.normal(size=(rows, 2))
-    y = rng.standard_t(2, size=rows) if tail == "t" else rng.lognormal(size=rows)
+    X, y = rng.normal(size=(rows, 2)), NOISES[noise](rng, rows)
     farthest = int(np.argmax(np.abs(y - np.median(y))[: -(rows // 5)]))
     middle = y.mean()
     height = y[farthest] - middle
@@ -271,12 +277,10 @@ def test_a_pole_beside_a_row_far_out_explains_no_noise(rows, tail):
 )
 def test_a_law_is_no_matter_of_few_rows(law, noise):
     rng = np.random.default_rng(5)
-    X, program = rng.normal(size=(1000, 2)), parse(law)
-    noises = {"t": rng.standard_t(2, size=1000), "normal": rng.normal(size=1000),
-              "lognormal": rng.lognormal(size=1000)}  # fmt: skip
-    y = evaluate_program(program, X.T) + noises[noise]
+    X, program, own = rng.normal(size=(1000, 2)), parse(law), NOISES[noise](rng, 1000)
+    y = evaluate_program(program, X.T) + own
     judge = judge_of(X, y, 250, float(np.var(y)))
-    assert not judge.is_unpaid(program, float(np.var(noises[noise])))
+    assert not judge.is_unpaid(program, float(np.var(own)))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("sklearn")
 
 from support.refusals import refused
-from warpfit import InvalidArgumentError, Program, ProgramError, parse
+from warpfit import Program, parse
 from warpfit.expressions import reference
 from warpfit.formulas.units import check_units, dimension, dimensions
 from warpfit.ops import OPERATORS
@@ -103,13 +103,16 @@ def test_complexity_counts_tokens_by_weight_and_operators_have_symbols():
     assert limits.operator_names(["+", "-", "**", "sin", "add"]) == ("add", "sub", "pow", "sin")
 
 
-@pytest.mark.parametrize(
-    "given",
-    [{"width": 3}, {"depth": 0}, {"count": {"nonsense": 1}}, {"nesting": {"sin": {"sin": -1}}}],
-)
-def test_constraints_that_make_no_sense(given):
-    with pytest.raises(InvalidArgumentError):
-        admitted(given, "x1")
+def test_constraints_that_make_no_sense():
+    for given in (
+        *(
+            {"width": 3},
+            {"depth": 0},
+            {"count": {"nonsense": 1}},
+            {"nesting": {"sin": {"sin": -1}}},
+        ),
+    ):
+        refused("", admitted, given, "x1")
 
 
 def test_parts_are_packed_row_by_row():
@@ -124,6 +127,7 @@ def test_parts_are_packed_row_by_row():
 
 COLUMN_NAMES = ("m", "v", "w", "t", "angle")
 UNITS = {"m": "kg", "v": "m/s", "w": "m*s^-1", "t": "s"}
+DIMENSIONS = dimensions(UNITS, COLUMN_NAMES, len(COLUMN_NAMES))
 
 
 @pytest.mark.parametrize(
@@ -148,17 +152,11 @@ def test_units_of_other_systems_are_those_of_pint():
     assert dimension("kN") == pytest.approx(dimension("N"))
 
 
-@pytest.mark.parametrize(
-    ("units", "reason"),
-    [
-        ({"m": "florin*"}, "UNKNOWN_UNIT"),
-        ({"q": "kg"}, "BAD_SETTING"),
-        (["kg"], "BAD_SETTING"),
-        ("kg", "BAD_SETTING"),
-    ],
-)
-def test_units_that_are_not_known_or_do_not_fit(units, reason):
-    refused(reason, lambda: dimensions(units, COLUMN_NAMES, len(COLUMN_NAMES)))
+def test_units_by_column_and_by_default_names_and_those_that_do_not_fit():
+    assert np.allclose(dimensions(["m", None], (), 2), dimensions({"x1": "m"}, (), 2))
+    refused("UNKNOWN_UNIT", dimensions, {"m": "florin*"}, COLUMN_NAMES, len(COLUMN_NAMES))
+    for units in ({"q": "kg"}, ["kg"], "kg"):
+        refused("BAD_SETTING", dimensions, units, COLUMN_NAMES, len(COLUMN_NAMES))
 
 
 @pytest.mark.parametrize(
@@ -180,21 +178,13 @@ def test_units_that_are_not_known_or_do_not_fit(units, reason):
     ],
 )
 def test_formulas_are_consistent_in_their_units(text, sound):
-    check = limits.consistency(dimensions(UNITS, COLUMN_NAMES, len(COLUMN_NAMES)))
     program = parse(text, COLUMN_NAMES)
-    assert check(gp.Genomes.of([program])).tolist() == [sound]
+    assert limits.consistency(DIMENSIONS)(gp.Genomes.of([program])).tolist() == [sound]
     if sound:
-        check_units(program, dimensions(UNITS, COLUMN_NAMES, len(COLUMN_NAMES)), None, COLUMN_NAMES)
+        check_units(program, DIMENSIONS, None, COLUMN_NAMES)
     else:
-        assert (
-            refused(
-                "UNITS_DIFFER",
-                lambda: check_units(
-                    program, dimensions(UNITS, COLUMN_NAMES, len(COLUMN_NAMES)), None, COLUMN_NAMES
-                ),
-            ).position
-            is not None
-        )
+        error = refused("UNITS_DIFFER", check_units, program, DIMENSIONS, None, COLUMN_NAMES)
+        assert error.position is not None
 
 
 @pytest.mark.parametrize(
@@ -202,17 +192,8 @@ def test_formulas_are_consistent_in_their_units(text, sound):
     [("p1*v*t", "m", None), ("v*t", "s", 2), ("v*(v + p1*t) + exp(t)", "", 19)],
 )
 def test_a_formula_has_the_unit_of_the_target(text, target, place):
-    program, variables = (
-        parse(text, COLUMN_NAMES),
-        dimensions(UNITS, COLUMN_NAMES, len(COLUMN_NAMES)),
-    )
+    given = parse(text, COLUMN_NAMES), DIMENSIONS, dimension(target), COLUMN_NAMES
     if place is None:
-        check_units(program, variables, dimension(target), COLUMN_NAMES)
-        return
-    with pytest.raises(ProgramError) as caught:
-        check_units(program, variables, dimension(target), COLUMN_NAMES)
-    assert caught.value.position == place
-
-
-def test_units_by_column_and_by_default_names():
-    assert np.allclose(dimensions(["m", None], (), 2), dimensions({"x1": "m"}, (), 2))
+        check_units(*given)
+    else:
+        assert refused("UNITS_DIFFER", check_units, *given).position == place
