@@ -104,14 +104,8 @@ def test_complexity_counts_tokens_by_weight_and_operators_have_symbols():
 
 
 def test_constraints_that_make_no_sense():
-    for given in (
-        *(
-            {"width": 3},
-            {"depth": 0},
-            {"count": {"nonsense": 1}},
-            {"nesting": {"sin": {"sin": -1}}},
-        ),
-    ):
+    nested = {"nesting": {"sin": {"sin": -1}}}
+    for given in ({"width": 3}, {"depth": 0}, {"count": {"nonsense": 1}}, nested):
         refused("", admitted, given, "x1")
 
 

@@ -1,0 +1,330 @@
+"""The operators: their codes, values worked out by hand, and derivatives."""
+
+import math
+from functools import partial
+
+import mpmath
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.engines.operators import edge_values, programs, vectors
+from warpfit.expressions import reference, special
+from warpfit.expressions.reference import differentiate, evaluate_program
+from warpfit.ir import Program
+from warpfit.ops import FIRST_OPERATOR, KERNEL_FUNCTIONS, OPERATORS, VARIABLE, Operator
+
+INF, NAN = math.inf, math.nan
+
+#: Operands and result, worked out without the table; NaN and infinities where NumPy has them.
+EXAMPLES = {
+    "add": [((1.5, 2.0), 3.5), ((INF, -INF), NAN)],
+    "sub": [((1.5, 2.0), -0.5)],
+    "mul": [((1.5, 2.0), 3.0), ((0.0, INF), NAN)],
+    "div": [((3.0, 2.0), 1.5), ((1.0, 0.0), INF), ((-1.0, 0.0), -INF), ((0.0, 0.0), NAN)],
+    "pow": [
+        *[((-2.0, 3.0), -8.0), ((-2.0, 0.5), NAN), ((NAN, 0.0), 1.0), ((-2.0, -1.0), -0.5)],
+        *[((-INF, 0.5), INF), ((-INF, 3.0), -INF), ((-INF, -0.5), 0.0)],
+    ],
+    "neg": [((2.0,), -2.0)],
+    "abs": [((-2.0,), 2.0)],
+    "log": [((math.e,), 1.0), ((0.0,), -INF), ((-1.0,), NAN)],
+    "exp": [((1.0,), math.e), ((1000.0,), INF)],
+    "sqrt": [((9.0,), 3.0), ((-1.0,), NAN)],
+    "inv": [((4.0,), 0.25), ((0.0,), INF), ((-0.0,), -INF)],
+    "square": [((-3.0,), 9.0)],
+    "cube": [((-2.0,), -8.0)],
+    "cbrt": [((-8.0,), -2.0)],
+    "min": [((1.0, 2.0), 1.0), ((NAN, 1.0), NAN), ((1.0, NAN), NAN)],
+    "max": [((1.0, 2.0), 2.0), ((NAN, 1.0), NAN), ((1.0, NAN), NAN)],
+    "sin": [((math.pi / 6,), 0.5), ((INF,), NAN)],
+    "cos": [((math.pi / 3,), 0.5), ((INF,), NAN)],
+    "tan": [((math.pi / 4,), 1.0), ((INF,), NAN)],
+    "asin": [((0.5,), math.pi / 6), ((2.0,), NAN)],
+    "acos": [((0.5,), math.pi / 3), ((2.0,), NAN)],
+    "atan": [((1.0,), math.pi / 4), ((INF,), math.pi / 2)],
+    "atan2": [((1.0, -1.0), 3 * math.pi / 4), ((0.0, -1.0), math.pi), ((-0.0, -1.0), -math.pi)],
+    "sinh": [((math.log(2),), 0.75)],
+    "cosh": [((math.log(2),), 1.25)],
+    "tanh": [((math.log(2),), 0.6), ((INF,), 1.0)],
+    "log1p": [((1e-20,), 1e-20), ((-1.0,), -INF), ((-2.0,), NAN)],
+    "expm1": [((1e-20,), 1e-20), ((-INF,), -1.0)],
+    "log2": [((8.0,), 3.0)],
+    "log10": [((1000.0,), 3.0)],
+    "floor": [((-1.5,), -2.0)],
+    "ceil": [((-1.5,), -1.0)],
+    "sign": [((-3.0,), -1.0), ((0.0,), 0.0), ((NAN,), NAN)],
+    "lt": [((1.0, 2.0), 1.0), ((2.0, 2.0), 0.0), ((NAN, 2.0), 0.0)],
+    "le": [((2.0, 2.0), 1.0), ((3.0, 2.0), 0.0), ((NAN, NAN), 0.0)],
+    "gt": [((2.0, 1.0), 1.0), ((2.0, 2.0), 0.0), ((NAN, 2.0), 0.0)],
+    "ge": [((2.0, 2.0), 1.0), ((1.0, 2.0), 0.0), ((NAN, NAN), 0.0)],
+    "eq": [((2.0, 2.0), 1.0), ((0.0, -0.0), 1.0), ((NAN, NAN), 0.0)],
+    "ne": [((2.0, 2.0), 0.0), ((NAN, NAN), 1.0)],
+    "and": [((2.0, -1.0), 1.0), ((2.0, 0.0), 0.0), ((NAN, 1.0), 1.0)],
+    "or": [((0.0, 0.5), 1.0), ((0.0, -0.0), 0.0), ((NAN, 0.0), 1.0)],
+    "not": [((0.0,), 1.0), ((0.5,), 0.0), ((NAN,), 0.0)],
+    "where": [((2.0, 5.0, 6.0), 5.0), ((0.0, 5.0, 6.0), 6.0), ((NAN, 5.0, 6.0), 5.0)],
+    "fma": [((2.0, 3.0, 4.0), 10.0)],
+    "aq": [((6.0, math.sqrt(3)), 3.0), ((5.0, 0.0), 5.0), ((1.0, 1e200), 1e-200)],
+    "logabs": [((-math.e,), 1.0), ((0.0,), -INF)],
+    "sqrtabs": [((-9.0,), 3.0)],
+    "powabs": [((-4.0, 0.5), 2.0)],
+    "logistic": [((0.0,), 0.5), ((-1000.0,), 0.0), ((1000.0,), 1.0), ((math.log(3),), 0.75)],
+    "erf": [((0.5,), 0.5204998778130465), ((INF,), 1.0), ((NAN,), NAN)],
+    "relu": [((-2.0,), 0.0), ((3.0,), 3.0), ((NAN,), NAN)],
+    "pdiv": [((6.0, 2.0), 3.0), ((6.0, 0.001), 1.0), ((6.0, -0.0005), 1.0)],
+    "plog": [((-math.e,), 1.0), ((0.001,), 0.0)],
+    "pinv": [((-4.0,), -0.25), ((0.001,), 0.0)],
+    "zdiv": [((6.0, 2.0), 3.0), ((6.0, 0.0), 1.0), ((0.0, 0.0), 1.0)],
+    "gamma": [
+        ((5.0,), 24.0),
+        ((-0.5,), -2 * math.sqrt(math.pi)),
+        ((171.7,), INF),
+        ((0.0,), INF),
+        ((-0.0,), -INF),
+        ((-2.0,), NAN),
+        ((-INF,), NAN),
+        ((5e-324,), INF),
+        ((-500.5,), 0.0),
+    ],
+    "lgamma": [
+        ((5.0,), math.log(24)),
+        ((-0.5,), math.log(4 * math.pi) / 2),
+        ((-2.0,), INF),
+        ((0.0,), INF),
+        ((-INF,), INF),
+        ((1e306,), INF),
+        ((NAN,), NAN),
+    ],
+    "mod": [
+        ((5.0, 0.1), 0.09999999999999973),
+        ((1e300, 7.0), float(int(1e300) % 7)),
+        ((-1.0, 3.0), 2.0),
+        ((1.0, -3.0), -2.0),
+        ((-5.0, INF), INF),
+        ((5.0, INF), 5.0),
+        ((1.0, 0.0), NAN),
+        ((INF, 1.0), NAN),
+    ],
+    "round": [((2.5,), 2.0), ((-1.5,), -2.0), ((0.5,), 0.0), ((INF,), INF), ((NAN,), NAN)],
+    "erfc": [((0.0,), 1.0), ((10.0,), 2.088487583762545e-45), ((-INF,), 2.0)],
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_by_hand(name):
+    for operands, wanted in EXAMPLES[name]:
+        program = Program.apply(name, *(Program.variable(i) for i in range(len(operands))))
+        got = reference.evaluate_program(program, np.array(operands)[:, np.newaxis])
+        np.testing.assert_allclose(got, [wanted], rtol=4e-16, atol=0, err_msg=str(operands))
+
+
+@pytest.mark.parametrize("name", [row.name for row in OPERATORS.values() if row.arity == 2])
+def test_numbers_count_as_columns(name):
+    """NumPy has other functions for a number than for columns: the square root for x^0.5."""
+    x1, x2, edges = Program.variable(0), Program.variable(1), np.array(edge_values())
+
+    def assert_same(got, expected):
+        np.testing.assert_allclose(got, expected, rtol=1e-15)
+        is_number = ~np.isnan(expected)
+        np.testing.assert_array_equal(np.signbit(got)[is_number], np.signbit(expected)[is_number])
+
+    for number in edges[::2]:
+        column, fixed = np.full_like(edges, number), Program.constant(number)
+        for pair, columns in (((x1, fixed), [edges, column]), ((fixed, x1), [column, edges])):
+            expected = reference.evaluate_program(Program.apply(name, x1, x2), columns)
+            one = Program.apply(name, *pair)
+            assert_same(reference.evaluate_program(one, [edges]), expected)
+            rows = [reference.evaluate_program(one, [edges[i : i + 1]])[0] for i in range(2)]
+            assert_same(np.array(rows), expected[:2])
+            with np.errstate(all="ignore"):
+                assert_same(one.to_numpy()(edges[:, None]), expected)
+
+
+# -------------------------------------------------------------------------------- special functions
+
+
+def test_digamma_has_thirteen_digits():
+    """But for its zeros, next to which the error is absolute."""
+    rng = np.random.default_rng(0)
+    near_poles = -rng.integers(0, 20, 300) + rng.choice([-1, 1], 300) * 10 ** rng.uniform(
+        -9, -1, 300
+    )
+    sizes = 10.0 ** rng.uniform(-300, 300, 300)
+    a = np.concatenate(
+        [rng.uniform(-30, 30, 1000), near_poles, sizes, -(10 ** rng.uniform(0, 6, 99))]
+    )
+    exact = np.array([float(mpmath.digamma(x)) for x in a.tolist()])
+    with np.errstate(all="ignore"):
+        error = np.abs(special.digamma(a) - exact) / np.maximum(np.abs(exact), 0.1)
+    assert error.max() < 1e-13
+
+
+def test_digamma_at_poles_and_limits():
+    a = np.array([0.0, -0.0, -1.0, -7.0, -1e300, -np.inf, np.inf, np.nan, 5e-324, 1e308])
+    wanted = [-np.inf, np.inf, 0.0, 0.0, 0.0, 0.0, np.inf, np.nan, -np.inf, np.log(1e308)]
+    with np.errstate(all="ignore"):
+        np.testing.assert_allclose(special.digamma(a), wanted, rtol=1e-15)
+
+
+# -------------------------------------------------------------------------------- codes and kernels
+
+
+#: Codes are a contract with every client ever built: a line here never changes.
+CODES = {
+    **{"add": 16, "sub": 17, "mul": 18, "div": 19, "pow": 20, "neg": 21, "abs": 22, "log": 23},
+    **{"exp": 24, "sqrt": 25, "inv": 26, "square": 27, "cube": 28, "cbrt": 29, "min": 30},
+    **{"max": 31, "sin": 32, "cos": 33, "tan": 34, "asin": 35, "acos": 36, "atan": 37},
+    **{"atan2": 38, "sinh": 39, "cosh": 40, "tanh": 41, "log1p": 42, "expm1": 43, "log2": 44},
+    **{"log10": 45, "floor": 46, "ceil": 47, "sign": 48, "lt": 49, "le": 50, "gt": 51, "ge": 52},
+    **{"eq": 53, "ne": 54, "and": 55, "or": 56, "not": 57, "where": 58, "fma": 59, "aq": 60},
+    **{"logabs": 61, "sqrtabs": 62, "powabs": 63, "logistic": 64, "erf": 65, "relu": 66},
+    **{"pdiv": 67, "plog": 68, "pinv": 69, "zdiv": 70, "gamma": 71, "lgamma": 72},
+    **{"mod": 73, "round": 74, "erfc": 75},
+}
+
+KERNEL_NAMESPACE = {
+    **{name: getattr(np, name) for name in KERNEL_FUNCTIONS & set(dir(np))},
+    **{name: getattr(special, name) for name in ("erf", "erfc", "tgamma", "lgamma", "digamma")},
+    **{"pow": special.power, "select": np.where},
+    **{"asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "atan2": np.arctan2},
+}
+
+
+def kernel(text, **operands):
+    with np.errstate(all="ignore"):
+        return np.asarray(eval(text, {**KERNEL_NAMESPACE, **operands}), dtype=np.float64)
+
+
+def test_codes_are_frozen():
+    assert {name: row.code for name, row in OPERATORS.items()} == CODES
+    assert len(set(CODES.values())) == len(CODES)
+    assert all(FIRST_OPERATOR <= code < 256 for code in CODES.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "point", "gradient"),
+    [
+        ("abs", (0.0,), (0,)),
+        ("relu", (0.0,), (0,)),
+        ("sign", (0.0,), (0,)),
+        ("floor", (2.0,), (0,)),
+        ("sqrtabs", (0.0,), (0,)),
+        ("min", (1.5, 1.5), (1, 0)),
+        ("max", (1.5, 1.5), (1, 0)),
+        ("pow", (0.0, 0.0), (0, 0)),
+        ("pow", (0.0, 1.0), (1, 0)),
+        ("pow", (-2.0, 0.0), (0, np.nan)),
+        ("powabs", (0.0, 2.0), (0, 0)),
+        ("powabs", (-2.0, 3.0), (-12, 8 * np.log(2))),
+        ("pdiv", (3.0, 0.0), (0, 0)),
+        ("zdiv", (3.0, 0.0), (0, 0)),
+        ("plog", (0.0,), (0,)),
+        ("pinv", (0.001,), (0,)),
+        ("where", (0.0, 5.0, 6.0), (0, 0, 1)),
+        ("where", (np.nan, 5.0, 6.0), (0, 1, 0)),
+        ("logistic", (1000.0,), (0,)),
+        ("tanh", (1000.0,), (0,)),
+        ("gamma", (0.0,), (-np.inf,)),
+        ("gamma", (-1.0,), (np.nan,)),
+        ("lgamma", (-1.0,), (0,)),
+        ("lgamma", (0.0,), (-np.inf,)),
+        ("lgamma", (np.inf,), (np.inf,)),
+        ("mod", (6.0, 3.0), (1, -2)),
+        ("mod", (-1e300, 7.0), (1, 1e300 / 7)),
+        ("mod", (1.0, 0.1), (1, -9)),
+        ("mod", (5.0, np.inf), (1, 0)),
+        ("round", (2.5,), (0,)),
+    ],
+)
+def test_derivative_at_kinks_and_limits(name, point, gradient):
+    row = OPERATORS[name]
+    operands = dict(zip(row.operands, map(np.float64, point), strict=True))
+    r = kernel(row.kernel, **operands)
+    got = [kernel(text, **operands, r=r) for text in row.derivative]
+    np.testing.assert_allclose(got, gradient, rtol=1e-15)
+
+
+# -------------------------------------------------------------------------------------- derivatives
+
+
+def points(row: Operator) -> np.ndarray:
+    """Operands at a distance from every kink and pole, where the operator is defined."""
+    drawn = np.random.default_rng(row.code).uniform(-3, 3, size=(row.arity, 4000))
+    kinks = drawn - 0.5 if row.name == "round" else drawn
+    clear = (np.abs(kinks - np.round(kinks)) > 0.2).all(axis=0)
+    if row.arity > 1:
+        clear &= (np.abs(drawn[0] - drawn[1]) > 0.1) & (np.abs(drawn[1]) > 0.1)
+    if row.name == "mod":
+        quotient = drawn[0] / drawn[1]
+        clear &= np.abs(quotient - np.round(quotient)) > 0.03 * (1 + abs(quotient)) / abs(drawn[1])
+    if row.name == "tan":
+        clear &= np.abs(np.cos(drawn[0])) > 0.3
+    with np.errstate(all="ignore"):
+        clear &= np.isfinite(row.numpy(*drawn)) & (np.abs(row.numpy(*drawn)) < 1e3)
+    chosen = drawn[:, clear]
+    assert chosen.shape[1] > 50
+    return chosen
+
+
+def applied(name: str) -> Program:
+    return Program.apply(name, *(Program.variable(k) for k in range(OPERATORS[name].arity)))
+
+
+def difference(function, at: np.ndarray, index: int, step: float) -> np.ndarray:
+    """Central difference of order eight by ``at[index]``."""
+    total = 0.0
+    for distance, weight in ((1, 672), (2, -168), (3, 32), (4, -3)):
+        for sign in (1, -1):
+            shifted = at.copy()
+            shifted[index] += sign * distance * step
+            total = total + sign * weight * function(shifted)
+    return total / (840 * step)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_against_differences(name):
+    row = OPERATORS[name]
+    at = points(row)
+    program = applied(name)
+    _, slopes = differentiate(program, at, by=VARIABLE)
+    for index in range(row.arity):
+        want = difference(partial(evaluate_program, program), at, index, 0.004)
+        defined = np.isfinite(want) & np.isfinite(slopes[index])
+        assert defined.mean() > 0.4
+        np.testing.assert_allclose(slopes[index][defined], want[defined], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_finite_values_have_derivatives_that_are_numbers(name):
+    """But for powers of negative numbers by their exponent."""
+    arity = OPERATORS[name].arity
+    indices = np.indices([6] * arity).reshape(arity, -1)
+    columns = np.array([0.0, -0.0, 1.0, -1.0, 0.5, -2.0])[indices]
+    values, slopes = differentiate(applied(name), columns, by=VARIABLE)
+    if name == "pow":
+        slopes[1, columns[0] < 0] = 0.0
+    assert not np.isnan(slopes[:, np.isfinite(values)]).any()
+
+
+SMOOTH = ("add", "sub", "mul", "neg", "sin", "cos", "atan", "tanh", "square", "aq", "logistic")
+
+
+@given(programs(20, variables=2, parameters=2, operators=SMOOTH, constants=st.floats(-2, 2)))
+def test_random_programs_against_differences(program):
+    x = np.array([[0.3, -1.2, 0.7], [1.1, 0.4, -0.6]])
+    p = np.array([0.8, -0.5])
+    _, slopes = differentiate(program, x, p)
+    for index in range(2):
+        want = difference(partial(evaluate_program, program, x), p, index, 1e-3)
+        scale = 1 + np.abs(want)
+        np.testing.assert_allclose(slopes[index] / scale, want / scale, rtol=1e-8, atol=1e-8)
+
+
+@given(programs(30), vectors(2))
+def test_values_are_those_of_the_reference(program, parameters):
+    x = np.array([[0.5, -2.0], [1.5, 0.0], [-1.0, 3.0]])
+    values, slopes = differentiate(program, x, parameters)
+    np.testing.assert_array_equal(values, evaluate_program(program, x, parameters))
+    assert slopes.shape == (2, 2)
