@@ -57,12 +57,6 @@ def test_the_likelihood_is_that_of_normal_residuals(lines):
     assert int(found.bayes_factor.argmax()) == 0
 
 
-def test_codes_have_the_lengths_of_their_symbols():
-    assert evidence.code_length(parse("p1*x1 + p2")) == pytest.approx(5 * math.log(4))
-    constants = math.log(100) + math.log(17)  # 2.5 has two digits; the cube is an operator
-    assert evidence.code_length(parse(TEXTS[3])) == pytest.approx(6 * math.log(5) + constants)
-
-
 def test_description_lengths_and_bayes_factors_follow_their_formulas(lines):
     _, fit = lines
     found = fit.evidence
@@ -73,6 +67,9 @@ def test_description_lengths_and_bayes_factors_follow_their_formulas(lines):
     factor = (1 - b) * found.log_likelihood[0] + math.log(b) - 5 * math.log(4)
     assert found.bayes_factor[0] == pytest.approx(factor, rel=1e-12)
     assert "log_bayes_factor" in str(found)
+    assert evidence.code_length(parse("p1*x1 + p2")) == pytest.approx(5 * math.log(4))
+    constants = math.log(100) + math.log(17)  # 2.5 has two digits; the cube is an operator
+    assert evidence.code_length(parse(TEXTS[3])) == pytest.approx(6 * math.log(5) + constants)
     assert evidence.price_of(parse("1.2345678*x1 + 2.3456789*x1")) == 2.0
     assert 0.0 < evidence.price_of(parse("2*x1")) < 1.0
 

@@ -182,12 +182,6 @@ def test_a_search_that_could_not_begin_says_what_to_do(client, data):
 ROWS = np.arange(1.0, 21.0).reshape(10, 2)
 
 
-@pytest.fixture
-def client():
-    with warpfit.testing.client() as connected:
-        yield connected
-
-
 def test_fits_show_formulas_r2_and_standard_errors(client):
     data = client.upload(ROWS, 2 * ROWS[:, 0] + 1 + 0.1 * (-1) ** np.arange(10), dtype="float64")
     fit = client.optimize(data, ["p1*x1 + p2", "p1", "x1"], [[1.0, 0.0], [0.0], []])

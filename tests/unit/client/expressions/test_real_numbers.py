@@ -3,19 +3,19 @@
 import math
 from decimal import Decimal
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import scipy.sparse
 
 import warpfit
 import warpfit.testing
 from support.refusals import refused
-from warpfit.errors import InvalidArgumentError
+from warpfit import sklearn
 from warpfit.expressions.real_numbers import real_numbers
-
-pd = pytest.importorskip("pandas")
-pa = pytest.importorskip("pyarrow")
 
 
 class Lazy:
@@ -80,16 +80,6 @@ class Tensor:
         return np.array([1.0, 2.0], np.float32)
 
 
-class LazyFrame:
-    """A frame of Polars that is not computed yet."""
-
-    lazy = collect = None
-
-
-class Sparse:
-    nnz = toarray = None
-
-
 DECIMALS = pd.ArrowDtype(pa.decimal128(30, 2))
 TAKEN = {
     "CuPy": (OnDevice("get"), [1, 2]),
@@ -144,8 +134,8 @@ REFUSED = {
     **{f"{name} as number": (data, "NOT_NUMBERS") for name, data in NO_NUMBERS.items()},
     **{name: (data, "OVERFLOW") for name, data in BEYOND.items()},
     "on a device alone": (Elsewhere(), "NOT_NUMBERS"),
-    "lazy": (LazyFrame(), "LAZY_FRAME"),
-    "sparse": (Sparse(), "SPARSE_MATRIX"),
+    "lazy": (SimpleNamespace(lazy=None, collect=None), "LAZY_FRAME"),
+    "sparse": (SimpleNamespace(nnz=None, toarray=None), "SPARSE_MATRIX"),
     "sparse dict": (scipy.sparse.dok_array((2, 2)), "SPARSE_MATRIX"),
 }
 
@@ -222,12 +212,11 @@ def test_every_argument_goes_through_the_door(client, name):
     reasons = {REFUSED.get(name, (None, "NOT_NUMBERS"))[1]}
     reasons |= {"BAD_SHAPE", "VECTOR_MISMATCH"} if name.startswith("a dict") else set()
     for place, call in places.items():
-        with pytest.raises(InvalidArgumentError) as caught:
-            call()
-        assert caught.value.reason in reasons, place
+        error = refused("", call)
+        assert error.reason in reasons, place
         if name in UNORDERED:
-            assert f"{place.strip()} is a {name}" in str(caught.value)
-            assert any(word in caught.value.remedy for word in ("array", "vector"))
+            assert f"{place.strip()} is a {name}" in str(error)
+            assert any(word in error.remedy for word in ("array", "vector"))
 
 
 def test_names_of_columns_are_taken_from_anything_that_lists_them(client):
@@ -243,13 +232,10 @@ def test_names_of_columns_are_taken_from_anything_that_lists_them(client):
 
 
 def test_estimators_say_it_too(client):
-    sklearn = pytest.importorskip("warpfit.sklearn")
     kinds = sklearn.SymbolicRegressor, sklearn.SymbolicClassifier, sklearn.SymbolicTransformer
     for estimator in (sklearn.ParameterOptimizer(), *(kind() for kind in kinds)):
-        with pytest.raises(InvalidArgumentError, match="X is a generator"):
-            estimator.fit(UNORDERED["generator"](), [1.0, 2.0])
-        with pytest.raises(InvalidArgumentError, match=r"y is a map.*list\(y\)"):
-            estimator.fit([[1.0], [2.0]], UNORDERED["map"]())
+        refused("X is a generator", estimator.fit, UNORDERED["generator"](), [1.0, 2.0])
+        refused(r"y is a map.*list\(y\)", estimator.fit, [[1.0], [2.0]], UNORDERED["map"]())
     for given, message in (
         ({"starts": math.nan}, "starts is nan"),
         ({"starts": "3"}, "starts is '3'"),

@@ -221,6 +221,12 @@ def fleet():
 
 
 @pytest.fixture
+def client(fleet):
+    with testing.client(fleet) as made:
+        yield made
+
+
+@pytest.fixture
 def even_servers(monkeypatch):
     """Draw the same servers in each run."""
     choose = partial(failover.Servers, draw=random.Random(1).random)
@@ -246,61 +252,57 @@ def counts(fleet, method="Evaluate"):
 
 
 @pytest.mark.usefixtures("even_servers")
-def test_calls_are_spread_and_each_server_is_sent_the_data_once(fleet):
-    with testing.client(fleet) as client:
-        data = client.upload(X)
-        assert counts(fleet, "UploadVariables") == [1, 1, 1]
-        for _ in range(60):
-            got = client.evaluate(data, EXPRESSIONS, PARAMETERS)
-            np.testing.assert_array_equal(got, expected_values())
-        assert counts(fleet, "UploadVariables") == [1, 1, 1]
-        assert counts(fleet)[0] > 12
-        client.release(data, everywhere=True)
+def test_calls_are_spread_and_each_server_is_sent_the_data_once(fleet, client):
+    data = client.upload(X)
+    assert counts(fleet, "UploadVariables") == [1, 1, 1]
+    for _ in range(60):
+        got = client.evaluate(data, EXPRESSIONS, PARAMETERS)
+        np.testing.assert_array_equal(got, expected_values())
+    assert counts(fleet, "UploadVariables") == [1, 1, 1]
+    assert counts(fleet)[0] > 12
+    client.release(data, everywhere=True)
     assert not any(server.holds(data.content_id) for server in fleet.values())
 
 
 @pytest.mark.parametrize("error", [RESTARTING, BUSY])
-def test_a_call_that_fails_goes_to_another_server_at_once(fleet, error, monkeypatch):
+def test_a_call_that_fails_goes_to_another_server_at_once(fleet, client, error, monkeypatch):
     pauses = []
     monkeypatch.setattr(failover.Failover, "sleep", lambda _, seconds: pauses.append(seconds))
-    with testing.client(fleet) as client:
-        data = client.upload(X)
-        for _ in range(6):
-            client.evaluate(data, "x1")
-        first, second, _ = fleet.values()
-        first.fail(1000, error)
-        second.fail(1000, error)
-        for _ in range(6):
-            np.testing.assert_array_equal(client.evaluate(data, "x1")[:, 0], X[:, 0])
+    data = client.upload(X)
+    for _ in range(6):
+        client.evaluate(data, "x1")
+    first, second, _ = fleet.values()
+    first.fail(1000, error)
+    second.fail(1000, error)
+    for _ in range(6):
+        np.testing.assert_array_equal(client.evaluate(data, "x1")[:, 0], X[:, 0])
     assert not pauses
 
 
-def test_data_go_to_a_server_that_has_room(fleet, monkeypatch):
+def test_data_go_to_a_server_that_has_room(fleet, client, monkeypatch):
     def refuse(_messages):
         raise NO_ROOM
 
     full = list(fleet.values())[:2]
     for server in full:
         monkeypatch.setitem(server._methods, "UploadVariables", refuse)
-    with testing.client(fleet) as client:
-        data = client.upload(X)
-        for _ in range(10):
-            np.testing.assert_array_equal(client.evaluate(data, "x1")[:, 0], X[:, 0])
+    data = client.upload(X)
+    for _ in range(10):
+        np.testing.assert_array_equal(client.evaluate(data, "x1")[:, 0], X[:, 0])
     assert [server.calls.count("UploadVariables") for server in full] == [1, 1]
 
 
-def test_large_data_live_on_as_many_servers_as_asked(fleet, monkeypatch):
+def test_large_data_live_on_as_many_servers_as_asked(fleet, client, monkeypatch):
     monkeypatch.setattr(failover, "SMALL_BYTES", 1)
-    with testing.client(fleet) as client:
-        data = client.upload(X)
-        for _ in range(20):
-            client.evaluate(data, "x1")
-        assert counts(fleet, "UploadVariables") == [0, 1, 1]
-        for server in fleet.values():
-            if server.holds(data.content_id):
-                server.fail(1000, RESTARTING)
-        np.testing.assert_array_equal(client.evaluate(data, "x1")[:, 0], X[:, 0])
-        assert counts(fleet, "UploadVariables") == [1, 1, 1]
+    data = client.upload(X)
+    for _ in range(20):
+        client.evaluate(data, "x1")
+    assert counts(fleet, "UploadVariables") == [0, 1, 1]
+    for server in fleet.values():
+        if server.holds(data.content_id):
+            server.fail(1000, RESTARTING)
+    np.testing.assert_array_equal(client.evaluate(data, "x1")[:, 0], X[:, 0])
+    assert counts(fleet, "UploadVariables") == [1, 1, 1]
 
 
 def test_a_handle_without_numbers_finds_a_server_that_has_the_data(fleet):
