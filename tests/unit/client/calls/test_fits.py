@@ -172,6 +172,9 @@ def test_a_search_that_could_not_begin_says_what_to_do(client, data):
     assert fit.reason[0] is Reason.NOT_FINITE
     assert fit.hint.startswith("1 search could not begin")
     assert fit.hint in repr(fit)
+    gap = client.optimize(data, ["p1*x1", "p1*x1 + p3"])
+    assert str(gap).endswith("expression 1 has no p2: number parameters without gaps")
+    assert client.optimize(data, ["p2*x1 + p1"]).hint == ""
     constant = client.upload(X, np.full(50, 3.0), dtype="float64")
     assert np.isnan(client.optimize(constant, "p1 + p2*x1", loss="rmse").r2).all()
 
@@ -200,13 +203,6 @@ def test_fits_show_formulas_r2_and_standard_errors(client):
     page = fit._repr_html_()
     assert page.count("<tr>") == 4
     assert re.search(r"<td>\$\S+ \\cdot x_\{1\} \+ \S+\$</td>", page)
-
-
-def test_a_fit_without_one_of_its_parameters_says_so(client):
-    data = client.upload(ROWS, 2 * ROWS[:, 0])
-    fit = client.optimize(data, ["p1*x1", "p1*x1 + p3"])
-    assert str(fit).endswith("expression 1 has no p2: number parameters without gaps")
-    assert client.optimize(data, ["p2*x1 + p1"]).hint == ""
 
 
 @pytest.mark.parametrize(
@@ -257,9 +253,6 @@ def test_many_expressions_come_without_standard_errors_unless_asked_for(client):
     fit = client.optimize(data, ["p1"] * 21, [[1.0]] * 21, standard_errors=True)
     assert len(fit.standard_errors) == 21
     assert str(fit).endswith("... and 1 more row")
-
-
-def test_long_tables_are_cut_and_cells_are_escaped():
     table = TextTable(("a",), [("<b>",)] * 25)
     assert table.text().splitlines()[-1] == "... and 5 more rows"
     assert table.html().count("&lt;b&gt;") == 20

@@ -18,7 +18,6 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from pyarrow import parquet
 
 import warpfit
@@ -34,7 +33,6 @@ from warpfit.dataset import (
     open_table,
     tables,
 )
-from warpfit.errors import InvalidArgumentError
 from warpfit.request import Result
 
 NAMES = ("a", "größe", "c c", "y", "w")
@@ -124,7 +122,8 @@ def test_blocks_of_an_array_are_its_payload(data):
         chunks = b"".join(dataset.chunks(data.draw(st.integers(1, 999))))
     expected = np.vstack([array.T, array[:, 0]]).astype("<f4")
     assert chunks == expected.tobytes()
-    assert dataset.content_id == Dataset.of(array, array[:, 0]).content_id
+    whole = Dataset.of(array, array[:, 0])
+    assert (dataset.content_id, whole.matrix.tobytes()) == (whole.content_id, expected.tobytes())
 
 
 def test_all_other_columns_are_variables():
@@ -154,28 +153,41 @@ DATES = pd.date_range("2020-01-01", periods=3)
 THREE = [1.0, 2.0, 3.0]
 
 
+LACKING = pd.array([1, 2, None], "Int64")
+RECORDS = np.zeros(3, [("a", "f8"), ("b", "i4")])
+
+
 @pytest.mark.parametrize(
-    ("make", "arguments", "reason", "words"),
+    ("why", "arguments"),
     [
-        (pd.DataFrame, {"b": THREE, "a": ["x", "y", "z"]}, "NOT_NUMBERS", "column 'a'"),
-        (pd.DataFrame, {"a": DATES}, "NOT_NUMBERS", "column 'a'"),
-        (pa.table, {"a": DATES.to_numpy()}, "NOT_NUMBERS", "timestamp"),
-        (pl.DataFrame, {"a": [1, None]}, "MISSING_VALUE", "column 'a' has no value in row 1"),
-        (pa.table, {"a": [1, 2, None]}, "MISSING_VALUE", "row 2"),
-        (pd.DataFrame, {"a": pd.array([1, 2, None], "Int64")}, "MISSING_VALUE", "row 2"),
-        (pl.DataFrame, {}, "EMPTY_DATASET", "0 rows"),
-        (lambda _: iter([]), {}, "EMPTY_DATASET", "0 rows"),
-        (lambda _: iter([1, 2]), {}, "NOT_NUMBERS", "X "),
-        (pl.DataFrame, {"a": [1e300] * 3}, "OVERFLOW", "row 0"),
-        (lambda _: pl.DataFrame({"a": [1]}, {"a": pl.Int128}), {}, "NOT_NUMBERS", "to Float64 or"),
-        (lambda _: np.zeros(3, [("a", "f8"), ("b", "i4")]), {}, "NOT_NUMBERS", "fields a, b"),
-        (lambda _: 3.0, {}, "BAD_SHAPE", r"X has 0 dimensions. Give \[rows, variables\]"),
-        (lambda _: [[1.0], [Decimal("sNaN")]], {}, "NOT_NUMBERS", "row 1 of X .*'sNaN'. in p"),
-        (lambda _: [[1.0], [1.0, 2.0]], {}, "NOT_NUMBERS", r"[^.]\. Convert"),
+        ("NOT_NUMBERS: .*column 'a'", [pd.DataFrame({"b": THREE, "a": ["x", "y", "z"]})]),
+        ("NOT_NUMBERS: .*column 'a'", [pd.DataFrame({"a": DATES})]),
+        ("NOT_NUMBERS: .*timestamp", [pa.table({"a": DATES.to_numpy()})]),
+        ("NOT_NUMBERS: X ", [iter([1, 2])]),
+        ("NOT_NUMBERS: .*to Float64 or", [pl.DataFrame({"a": [1]}, {"a": pl.Int128})]),
+        ("NOT_NUMBERS: .*fields a, b", [RECORDS]),
+        ("NOT_NUMBERS: row 1 of X .*'sNaN'. in p", [[[1.0], [Decimal("sNaN")]]]),
+        (r"NOT_NUMBERS: .*[^.]\. Convert", [[[1.0], [1.0, 2.0]]]),
+        ("MISSING_VALUE: .*column 'a' has no value in row 1", [pl.DataFrame({"a": [1, None]})]),
+        ("MISSING_VALUE: .*row 2", [pa.table({"a": [1, 2, None]})]),
+        ("MISSING_VALUE: .*row 2", [pd.DataFrame({"a": LACKING})]),
+        ("EMPTY_DATASET: .*0 rows", [pl.DataFrame({})]),
+        ("EMPTY_DATASET: .*0 rows", [iter([])]),
+        ("OVERFLOW: .*row 0", [pl.DataFrame({"a": [1e300] * 3})]),
+        (r"BAD_SHAPE: X has 0 dimensions. Give \[rows, variables\]", [3.0]),
+        ("BAD_SHAPE", [pl.DataFrame({"a": THREE}), [1.0, 2.0]]),
+        ("UNKNOWN_COLUMN", [pl.DataFrame({"a": THREE}), "b"]),
+        ("UNKNOWN_COLUMN", [pl.DataFrame({"a": THREE}), None, "b"]),
+        ("UNKNOWN_COLUMN", [pd.DataFrame({0: THREE}), "a"]),
+        ("UNKNOWN_COLUMN", [np.ones((3, 2)), None, None, ["a"]]),
+        ("UNKNOWN_COLUMN", [pa.table([THREE, THREE], ["a", "a"]), None, None, ["a"]]),
+        ("NAME_MISMATCH", [pa.table([THREE, THREE], ["a", "a"])]),
+        ("BAD_FILE", ["data.csv"]),
+        ("BAD_WEIGHT", [pl.DataFrame({"a": THREE}), None, pl.Series([1.0, -1.0, 0.0])]),
     ],
 )
-def test_what_is_no_table_of_numbers_is_refused(make, arguments, reason, words):
-    assert refused(words, lambda: client_dataset(open_table(make(arguments)))).reason == reason
+def test_what_is_no_table_of_numbers_is_refused(why, arguments):
+    refused(why, lambda: client_dataset(open_table(*arguments)))
 
 
 @pytest.mark.parametrize("chunks", [False, True])
@@ -186,24 +198,6 @@ def test_a_missing_value_is_named_by_its_row(chunks, tmp_path, small_blocks):
     refused("column 'a' has no value in row 57", lambda: client_dataset(open_table(source)))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ((pl.DataFrame({"a": THREE}), "b"), "UNKNOWN_COLUMN"),
-        ((pl.DataFrame({"a": THREE}), None, "b"), "UNKNOWN_COLUMN"),
-        ((pd.DataFrame({0: THREE}), "a"), "UNKNOWN_COLUMN"),
-        ((np.ones((3, 2)), None, None, ["a"]), "UNKNOWN_COLUMN"),
-        ((pa.table([THREE, THREE], ["a", "a"]), None, None, ["a"]), "UNKNOWN_COLUMN"),
-        ((pa.table([THREE, THREE], ["a", "a"]),), "NAME_MISMATCH"),
-        ((pl.DataFrame({"a": THREE}), [1.0, 2.0]), "BAD_SHAPE"),
-        (("data.csv",), "BAD_FILE"),
-        ((pl.DataFrame({"a": THREE}), None, pl.Series([1.0, -1.0, 0.0])), "BAD_WEIGHT"),
-    ],
-)
-def test_columns_that_are_not_there_or_do_not_fit_are_refused(arguments, reason):
-    refused(reason, lambda: client_dataset(open_table(*arguments)))
-
-
 def test_files_that_are_broken_or_change_are_refused(tmp_path, small_blocks):
     path = tmp_path / "t.parquet"
     write = partial(parquet.write_table, where=path, row_group_size=20)
@@ -211,11 +205,9 @@ def test_files_that_are_broken_or_change_are_refused(tmp_path, small_blocks):
     dataset = client_dataset(open_table(path))
     for other in ({"a": range(99)}, {"a": range(101)}, {"b": range(100)}):
         write(pa.table(other))
-        with pytest.raises(InvalidArgumentError) as caught:
-            list(dataset.chunks(50))
-        assert caught.value.reason == "DATA_CHANGED"
-    content = bytearray(path.read_bytes())
-    for broken in (b"", b"PAR1", bytes(content[:-20]), content.replace(b"PAR1", b"PAR2")):
+        refused("DATA_CHANGED", lambda: [*dataset.chunks(50)])
+    content = path.read_bytes()
+    for broken in (b"", b"PAR1", content[:-20], content.replace(b"PAR1", b"PAR2")):
         path.write_bytes(broken)
         refused("BAD_FILE", open_table, path)
 
@@ -238,14 +230,6 @@ def test_labels_of_frames_are_texts_or_none_is(labels):
 # ------------------------------------------------------------------------------ canonical data sets
 
 
-MATRICES = st.sampled_from([np.float32, np.float64, np.int16]).flatmap(
-    lambda dtype: hnp.arrays(
-        dtype,
-        hnp.array_shapes(min_dims=2, max_dims=2),
-        # What float32 cannot hold is an error.
-        elements=st.floats(width=32) if dtype is np.float64 else None,
-    )
-)
 X = np.arange(12.0).reshape(6, 2)
 Y = np.arange(6.0)
 
@@ -293,15 +277,6 @@ def test_large_data_sets_are_hashed_in_a_thread(dtype, rows, variables, order):
     assert threading.active_count() <= threads
 
 
-@given(MATRICES, st.booleans())
-def test_memory_order_and_strides_do_not_matter(matrix, fortran):
-    plain = Dataset.of(matrix)
-    other = Dataset.of(np.repeat(np.array(matrix, order="F" if fortran else "C"), 2, axis=0)[::2])
-    assert plain.content_id == other.content_id
-    np.testing.assert_array_equal(plain.variables, matrix.T.astype(np.float32))
-    assert plain.matrix.flags.c_contiguous
-
-
 ROWS = 150_000
 
 
@@ -309,19 +284,18 @@ ROWS = 150_000
     ("row", "number", "place", "name"),
     [
         (7, 1e39, 0, "x1"), (ROWS - 1, -1e300, 18, "x19"),
-        (ROWS - 1, -1e300, "y", "y"), (7, 1e39, "w", "weights"),
+        (ROWS - 1, -1e300, 19, "y"), (7, 1e39, 20, "weights"),
     ],
 )  # fmt: skip
 def test_numbers_too_large_for_float32_are_refused(row, number, place, name):
-    columns = np.zeros((ROWS, 19))
-    y, w = np.zeros(ROWS), np.ones(ROWS)
-    target = {"y": y, "w": w}.get(place, columns[:, place] if isinstance(place, int) else y)
-    target[row] = number
-    target[(row + 1) % ROWS] = np.nan if place != "w" else 1.0
-    error = refused(f"row {row} ", Dataset.of, columns, y, w)
-    assert (error.reason, error.field) == ("OVERFLOW", name)
+    columns = np.zeros((ROWS, 21))
+    columns[row, place] = number
+    columns[(row + 1) % ROWS, : 20 if place == 20 else place + 1] = np.nan
+    X, y, w = columns[:, :19], columns[:, 19], columns[:, 20]
+    error = refused(f"OVERFLOW: .*row {row} ", Dataset.of, X, y, w)
+    assert error.field == name
     assert "float64" in error.remedy
-    Dataset.of(columns, y, w, dtype="float64")
+    Dataset.of(X, y, w, dtype="float64")
 
 
 def warned_of(call, *arguments, **options):
@@ -381,27 +355,19 @@ def test_weights_must_be_finite_and_not_negative(weight, row, dtype, monkeypatch
     weights = np.arange(6.0)
     weights[row] = weight
     monkeypatch.setattr(np, "empty", None)  # no memory is taken before
-    error = refused(f"row {row} ", Dataset.of, X, Y, weights, dtype=dtype)
-    assert (error.reason, error.field) == ("BAD_WEIGHT", "weights")
+    error = refused(f"BAD_WEIGHT: .*row {row} ", Dataset.of, X, Y, weights, dtype=dtype)
+    assert error.field == "weights"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "reason"),
-    [
-        ((np.zeros((2, 2, 2)),), {}, "BAD_SHAPE"),
-        ((np.float64(3),), {}, "BAD_SHAPE"),
-        ((X, Y[:-1]), {}, "BAD_SHAPE"),
-        ((X, Y, np.ones((6, 2))), {}, "BAD_SHAPE"),
-        ((np.zeros((0, 3)),), {}, "EMPTY_DATASET"),
-        ((np.zeros((3, 0)),), {}, "EMPTY_DATASET"),
-        ((X,), {"names": ["a"]}, "NAME_MISMATCH"),
-        ((X,), {"names": ["a", "a"]}, "NAME_MISMATCH"),
-        ((X,), {"dtype": "float16"}, "BAD_DTYPE"),
-        ((X,), {"dtype": "int32"}, "BAD_DTYPE"),
-    ],
-)
-def test_shapes_names_and_dtypes_are_checked(arguments, options, reason):
-    refused(reason, Dataset.of, *arguments, **options)
+def test_shapes_names_and_dtypes_are_checked():
+    for arguments in ([np.zeros((2, 2, 2))], [np.float64(3)], [X, Y[:-1]], [X, Y, np.ones((6, 2))]):
+        refused("BAD_SHAPE", Dataset.of, *arguments)
+    for empty in (np.zeros((0, 3)), np.zeros((3, 0))):
+        refused("EMPTY_DATASET", Dataset.of, empty)
+    for names in (["a"], ["a", "a"]):
+        refused("NAME_MISMATCH", Dataset.of, X, names=names)
+    for dtype in ("float16", "int32"):
+        refused("BAD_DTYPE", Dataset.of, X, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
