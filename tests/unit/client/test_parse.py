@@ -19,10 +19,9 @@ from warpfit.ir import Population, Program
 from warpfit.ops import OPERATORS
 from warpfit.parse import Parser, parse, place_in
 
-X1, X2, X3 = (Program.variable(index) for index in range(3))
-P1, P2 = Program.parameter(0), Program.parameter(1)
-number = Program.constant
-apply = Program.apply
+COLUMNS = ("age", "bmi", "größe", "s 1", "a`b", "")
+WORDS = ("x2", "p1", "e", "inf", "sin", "pi")
+X1 = Program.variable(0)
 
 
 def failure(text, names=()):
@@ -102,37 +101,37 @@ def test_precedence_against_python():
     ],
 )
 def test_numbers(text, value):
-    assert parse(text) == number(value)
+    assert parse(text) == Program.constant(value)
 
 
 @pytest.mark.parametrize("row", OPERATORS.values(), ids=list(OPERATORS))
 def test_every_operator_by_name_and_symbol(row):
-    operands = [X1, P1, X3][: row.arity]
     texts = ["x1", "p1", "x3"][: row.arity]
-    wanted = apply(row, *operands)
+    wanted = Program.apply(row, *(X1, Program.parameter(0), Program.variable(2))[: row.arity])
     assert parse(f"{row.name}({', '.join(texts)})") == wanted
     if row.symbol:
         infix = f"{texts[0]} {row.symbol} {texts[-1]}"
         assert parse(infix if row.arity == 2 else f"{row.symbol} {texts[0]}") == wanted
 
 
-def test_names_of_the_data_set():
-    names = ("age", "bmi", "größe", "s 1", "a`b", "")
-    assert parse("bmi * age", names) == apply("mul", X2, X1)
-    assert parse("größe + x1", names) == apply("add", X3, X1)
-    assert parse("`s 1` - `a``b` + ``", names) == parse("x4 - x5 + x6")
-    assert parse("`age`", names) == X1
-
-
-def test_names_of_the_data_set_win():
-    names = ("x2", "p1", "e", "inf", "sin", "pi")
-    assert parse("x2 + p1", names) == apply("add", X1, X2)
-    assert parse("x02 + p01", names) == apply("add", X2, P1)
-    assert parse("e", names) == X3
-    assert parse("sin(sin)", names) == apply("sin", Program.variable(4))
-    assert parse("nan", names) == number(math.nan)
-    assert parse("not `not`", ("not",)) == apply("not", X1)
-    assert parse("2 - `2`", ("2",)) == apply("sub", number(2), X1)
+@pytest.mark.parametrize(
+    ("names", "text", "wanted"),
+    [
+        (COLUMNS, "bmi * age", "x2 * x1"),
+        (COLUMNS, "größe + x1", "x3 + x1"),
+        (COLUMNS, "`s 1` - `a``b` + ``", "x4 - x5 + x6"),
+        (COLUMNS, "`age`", "x1"),
+        (WORDS, "x2 + p1", "x1 + x2"),  # a name of the data set comes first
+        (WORDS, "x02 + p01", "x2 + p1"),
+        (WORDS, "e", "x3"),
+        (WORDS, "sin(sin)", "sin(x5)"),
+        (WORDS, "nan", "nan"),
+        (["not"], "not `not`", "not x1"),
+        (["2"], "2 - `2`", "2 - x1"),
+    ],
+)
+def test_names_of_the_data_set(names, text, wanted):
+    assert parse(text, names) == parse(wanted)
 
 
 @pytest.mark.parametrize(
