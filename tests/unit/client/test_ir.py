@@ -99,7 +99,7 @@ def test_programs_differ_from_other_objects_and_in_bits():
 
 @pytest.mark.parametrize(("name", "operands"), [("sin", 2), ("sub", 3), ("add", 1), ("where", 2)])
 def test_apply_refuses_a_wrong_number_of_operands(name, operands):
-    assert refused(name, Program.apply, name, *[X1] * operands).reason == "WRONG_ARITY"
+    refused(f"WRONG_ARITY: .*{name}", Program.apply, name, *[X1] * operands)
 
 
 @given(st.lists(programs(), max_size=6), st.data())

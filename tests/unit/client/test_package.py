@@ -159,12 +159,8 @@ def test_faults_are_used_up_in_order():
 )
 def test_the_upload_is_checked(change, reason):
     sent, other = (list(codec.upload_messages(Dataset.of(x), 100)) for x in (ROWS, ROWS + 1))
-    refused(
-        reason,
-        lambda: testing.InProcessServer().answer(
-            Request("UploadVariables", iter(change(sent, other)))
-        ),
-    )
+    request = Request("UploadVariables", iter(change(sent, other)))
+    refused(reason, testing.InProcessServer().answer, request)
 
 
 def test_the_server_package_is_not_needed():

@@ -302,12 +302,8 @@ def test_neither_all_values_nor_those_of_the_leaves():
             parameter_counts=bytes(4),
         ),
     )
-    assert (
-        refused(
-            "LENGTH_MISMATCH", lambda: codec.evaluation_from_message(message).check(LAYOUT)
-        ).field
-        == "values"
-    )
+    evaluation = codec.evaluation_from_message(message)
+    assert refused("LENGTH_MISMATCH", evaluation.check, LAYOUT).field == "values"
 
 
 # ------------------------------------------------------------------------ version of the contract

@@ -223,7 +223,7 @@ def test_without_pyarrow_the_error_names_the_extra(monkeypatch):
 def test_labels_of_frames_are_texts_or_none_is(labels):
     """Names would else be lost in silence, and expressions with them."""
     frame = pd.DataFrame([[1.0, 2.0]], columns=pd.Index(labels, dtype=object))
-    assert refused("which is no text", open_table, frame).reason == "BAD_NAMES"
+    refused("BAD_NAMES: .*which is no text", open_table, frame)
     assert open_table(pd.DataFrame([[1.0, 2.0]])).variables.names == ()
 
 
