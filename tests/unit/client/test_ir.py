@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.engines.operators import leaves, numbers, programs
+from support.engines.operators import programs
 from support.refusals import refused
 from warpfit.errors import ProgramError
 from warpfit.ir import Batch, Population, Program, are_well_formed, check_indices, check_structure
-from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
+from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit_server.engine.lowering import are_valid as compiled_are_valid
 
 ADD, SIN, WHERE = (OPERATORS[name].code for name in ("add", "sin", "where"))
@@ -23,18 +23,6 @@ def program_error(codes, values=None):
     with pytest.raises(ProgramError) as caught:
         Program(codes, np.zeros(len(codes)) if values is None else values)
     return caught.value
-
-
-def stack_heights(codes):
-    """Heights after each token, or None where an operator lacks operands."""
-    height, heights = 0, []
-    for code in codes:
-        arity = int(ARITIES[code])
-        if height < arity:
-            return None
-        height += 1 - arity
-        heights.append(height)
-    return heights
 
 
 @pytest.mark.parametrize(
@@ -57,17 +45,6 @@ def test_malformed_programs_are_refused(codes, values, reason, token):
     error = program_error(codes, values)
     assert (error.reason, error.expression, error.token) == (reason, 0, token)
     assert error.remedy
-
-
-@given(st.lists(leaves(3, 2, numbers()) | st.sampled_from([(c, 0.0) for c in BY_CODE]), min_size=1))
-def test_validation_agrees_with_a_stack(tokens):
-    codes, values = zip(*tokens, strict=True)
-    heights = stack_heights(codes)
-    if heights is None or heights[-1] != 1:
-        wanted = "STACK_UNDERFLOW" if heights is None else "STACK_LEFTOVERS"
-        assert program_error(codes, values).reason == wanted
-    else:
-        assert Program(codes, values).codes.tolist() == list(codes)
 
 
 @given(programs())

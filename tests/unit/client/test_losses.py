@@ -44,18 +44,11 @@ def test_the_six_losses_are_those_of_scikit_learn(loss, weights):
     np.testing.assert_allclose(reference_loss(loss, F, Y, weights), wanted, rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (losses.gaussian(), 0.5 * W * D**2 - 0.5 * np.log(W / (2 * np.pi))),
-        (LossFunction.parse("where(abs(d) < 1, d^2/2, abs(d) - 0.5)"), None),
-        (LossFunction.parse("weight*(prediction - target)^2"), W * D**2),
-    ],
-)
-def test_definitions(function, expected):
-    if expected is None:
-        expected = rows(losses.huber())
-    np.testing.assert_allclose(rows(function), expected, rtol=1e-12, atol=1e-14)
+def test_definitions():
+    gaussian = 0.5 * W * D**2 - 0.5 * np.log(W / (2 * np.pi))
+    np.testing.assert_allclose(rows(losses.gaussian()), gaussian, rtol=1e-12, atol=1e-14)
+    written = LossFunction.parse("weight*(prediction - target)^2")
+    np.testing.assert_allclose(rows(written), W * D**2, rtol=1e-12, atol=1e-14)
 
 
 def exact(formula, *columns) -> np.ndarray:

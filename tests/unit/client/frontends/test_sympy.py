@@ -5,10 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from support.engines.operators import programs
 from support.refusals import refused
 from warpfit.errors import ResourceExhaustedError
 from warpfit.expressions.reference import evaluate_program
@@ -91,27 +88,6 @@ def test_every_operator_there_and_back(row):
         np.testing.assert_allclose(got, row.numpy(*operands), rtol=1e-12)
 
 
-SMOOTH = ["add", "sub", "mul", "div", "neg", "sin", "cos", "atan", "tanh", "exp", "square"]
-SMOOTH += ["abs", "min", "max", "where", "lt", "ge", "and", "not", "logabs", "aq", "logistic"]
-
-
-def defined_rows(program, parameters):
-    """Where no intermediate result is NaN, infinite or so large that cancelling shows."""
-    defined = np.ones(data().shape[1], dtype=bool)
-
-    def leaf(code, value):
-        return evaluate_program(Program([code], [value]), data(), parameters)
-
-    def operator(row, operands):
-        result = row.numpy(*operands)
-        defined[~(np.abs(result) < 1e6)] = False
-        return result
-
-    with np.errstate(all="ignore"):
-        program.fold(leaf, operator)
-    return defined
-
-
 #: What SymPy's own compiler to NumPy knows, kept from complex numbers and overflow.
 UNARY = (
     *(S.sin, S.cos, S.tan, S.tanh, S.atan, S.Abs, S.sign, S.floor, S.ceiling, S.erf),
@@ -149,18 +125,6 @@ def test_random_expressions_as_sympy_evaluates_them(seed):
     with np.errstate(all="ignore"):
         theirs = np.broadcast_to(compiled(*columns, 0.7), ours.shape)
     np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9, err_msg=str(expression))
-
-
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(programs(max_tokens=12, operators=SMOOTH, constants=st.floats(-3, 3)))
-def test_random_programs_there_and_back(program):
-    """SymPy reorders sums and cancels terms; rounding may then turn a comparison of equals."""
-    parameters = [0.6, -1.7]
-    again = from_sympy(to_sympy(program))
-    got = evaluate_program(again, data(), parameters)
-    wanted = evaluate_program(program, data(), parameters)
-    close = np.isclose(got, wanted, rtol=1e-6, atol=1e-6)
-    assert np.mean(close | ~defined_rows(program, parameters)) > 0.8, str(again)
 
 
 @pytest.mark.parametrize(
