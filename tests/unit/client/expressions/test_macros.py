@@ -4,6 +4,8 @@ import mpmath
 import numpy as np
 import pytest
 import scipy.special
+import sympy
+from deap import gp
 
 import warpfit
 from support.refusals import refused
@@ -127,11 +129,9 @@ def test_a_function_of_ones_own_is_known_everywhere(own):
     assert warpfit.parse("ratio(x1, x2 + 1)") == wanted
     assert warpfit.parse("2*ratio(x1, x2 + 1)") == warpfit.parse(f"2*{wanted}")
 
-    sympy = pytest.importorskip("sympy")
     x1, x2 = sympy.symbols("x1 x2")
     assert as_program(sympy.Function("ratio")(x1, x2)) == warpfit.parse("ratio(x1, x2)")
 
-    gp = pytest.importorskip("deap.gp")
     pset = gp.PrimitiveSet("MAIN", 2)
     pset.addPrimitive(lambda a, b: a, 2, name="ratio")
     pset.addPrimitive(max, 3, name="max")
@@ -153,7 +153,6 @@ def test_a_later_definition_replaces_the_first_one(own):
 
 
 def test_names_of_the_standard_functions_in_sympy():
-    sympy = pytest.importorskip("sympy")
     x1, x2 = sympy.symbols("x1 x2", real=True)
     for expression in (
         *(f(x1 / 7) for f in (sympy.asinh, sympy.atanh, sympy.sec, sympy.csc, sympy.cot)),

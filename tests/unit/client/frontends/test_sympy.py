@@ -5,17 +5,16 @@ import random
 
 import numpy as np
 import pytest
+import sympy
 
 from support.refusals import refused
 from warpfit.errors import ResourceExhaustedError
 from warpfit.expressions.reference import evaluate_program
 from warpfit.frontends import as_program
+from warpfit.frontends.sympy import from_sympy, to_sympy
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS
 from warpfit.parse import parse
-
-sympy = pytest.importorskip("sympy")
-from warpfit.frontends.sympy import from_sympy, to_sympy  # noqa: E402 (after the skip)
 
 x1, x2, x3, p1 = sympy.symbols("x1 x2 x3 p1")
 S = sympy

@@ -7,8 +7,6 @@ import math
 import numpy as np
 import pytest
 
-pytest.importorskip("sklearn")
-
 from support.refusals import refused
 from warpfit import parse
 from warpfit.expressions.language import to_latex
