@@ -356,14 +356,6 @@ def test_info_describes_the_server(run, fails, address, tmp_path):
     assert "chmod 600" in fails("info", address, "--token-file", path)
 
 
-def test_an_embedded_server_that_does_not_start_shows_its_log():
-    with (
-        pytest.raises(UnavailableError, match="unrecognized arguments: --no-such-flag"),
-        embedded.embedded_server(["--no-such-flag"]),
-    ):
-        pass
-
-
 @pytest.fixture
 def fake_server(tmp_path, monkeypatch):
     """Runs a script in place of the server."""
@@ -375,7 +367,12 @@ def fake_server(tmp_path, monkeypatch):
     return install
 
 
-def test_an_embedded_server_that_never_gets_ready(fake_server, monkeypatch, caplog):
+def test_a_server_that_does_not_start_or_get_ready_is_told(fake_server, monkeypatch, caplog):
+    with (
+        pytest.raises(UnavailableError, match="unrecognized arguments: --no-such-flag"),
+        embedded.embedded_server(["--no-such-flag"]),
+    ):
+        pass
     monkeypatch.setattr(embedded, "_SILENT_SECONDS", 0.1)
     fake_server("import time\ntime.sleep(60)")
     with (

@@ -105,13 +105,17 @@ def test_constants_of_a_population_are_lifted_as_those_of_its_programs(drawn):
         np.testing.assert_array_equal(start, constants)
 
 
-def test_a_slice_of_a_population_is_a_view_and_an_index_outside_is_an_error():
+def test_parts_of_populations_and_batches_keep_what_is_theirs():
     population = Population.of([X1, P1, TWO])
     assert np.shares_memory(population[1:].codes, population.codes)
     with pytest.raises(IndexError):
         population[3]
     with pytest.raises(ProgramError):
         list(Population(np.array([ADD], np.uint8), np.zeros(1), np.array([1], np.uint32)))
+    batch = Batch.of([P1, X1, Program.parameter(1)], [[1.0], [], [2.0, 3.0]])
+    for part in (batch[1:], batch[[1, 2]], batch[[False, True, True]]):
+        assert list(part) == list(batch)[1:]
+        np.testing.assert_array_equal(part.program_parameters(1), [[2.0, 3.0]])
 
 
 @pytest.mark.parametrize("kind", [Population, Batch])
@@ -120,13 +124,6 @@ def test_a_slice_of_a_population_is_a_view_and_an_index_outside_is_an_error():
 )
 def test_a_population_of_something_else_is_refused(kind, odd):
     refused(r"Write a single one as \[program\].*as_population", kind.of, odd)
-
-
-def test_chosen_programs_of_a_batch_keep_their_parameters():
-    batch = Batch.of([P1, X1, Program.parameter(1)], [[1.0], [], [2.0, 3.0]])
-    for part in (batch[1:], batch[[1, 2]], batch[[False, True, True]]):
-        assert list(part) == list(batch)[1:]
-        np.testing.assert_array_equal(part.program_parameters(1), [[2.0, 3.0]])
 
 
 @given(st.lists(programs(), min_size=1, max_size=6), st.integers(1, 3))
@@ -244,16 +241,13 @@ def test_the_fast_test_agrees_with_the_exact_checks(drawn, damages, spare):
         assert fast(batch) == compiled(batch) == exact(batch)
 
 
-def test_an_unknown_code_is_found_at_every_height_of_the_stack():
+def test_an_unknown_code_is_found_at_every_height_and_a_negative_zero_is_an_index():
     for height in (*range(1, 300), 2**15 + 1, 2**16 + 1):
         codes = np.array([CONSTANT] * height + [0], np.uint8)
         starts = np.array([0, height + 1])
         assert not are_well_formed(codes, np.zeros(height + 1), starts, starts[1:]), height
         numbers = np.array([height + 1], np.uint32), np.zeros(1, np.uint32), np.empty(0)
         assert not compiled(Batch(codes, np.zeros(height + 1), *numbers)), height
-
-
-def test_a_negative_zero_is_an_index():
     one = np.ones(1, np.uint32)
     batch = Batch(np.array([VARIABLE], np.uint8), np.array([-0.0]), one, 0 * one, np.empty(0))
     assert not fast(batch)

@@ -53,7 +53,7 @@ def test_a_process_that_gets_client_and_handle_uses_the_resident_data():
         assert fit.parameters == client.optimize(data, ["p1*a"], [[0.5]]).parameters
 
 
-def test_a_client_is_pickled_as_its_arguments(monkeypatch):
+def test_a_client_is_pickled_as_its_arguments_if_it_has_a_server(monkeypatch):
     monkeypatch.setenv("WARPFIT_ADDRESS", "127.0.0.1:1,127.0.0.1:2")
     transport = TransportConfig(chunk_bytes=1234)
     with warpfit.connect(token="secret", transport=transport, replicas=1) as client:
@@ -62,6 +62,11 @@ def test_a_client_is_pickled_as_its_arguments(monkeypatch):
             one, other = (each._failover.connection for each in (client, again))
             assert one == other
             assert other.arguments[0] == ["127.0.0.1:1", "127.0.0.1:2"]
+    with testing.client() as client:
+        data = client.upload(X, Y)
+        for thing in (client, data):
+            refused("cannot be pickled", pickle.dumps, thing)
+        assert copy.deepcopy(data) is data
 
 
 def test_an_asyncio_client_and_its_handles_are_pickled_too():
@@ -76,14 +81,6 @@ def test_an_asyncio_client_and_its_handles_are_pickled_too():
     with serve(server) as (address, _):
         assert asyncio.run(body(address)) == pytest.approx([0.0], abs=1e-12)
     assert server.calls.count("UploadVariables") == 1
-
-
-def test_a_client_without_a_server_says_that_it_cannot_be_pickled():
-    with testing.client() as client:
-        data = client.upload(X, Y)
-        for thing in (client, data):
-            refused("cannot be pickled", pickle.dumps, thing)
-        assert copy.deepcopy(data) is data
 
 
 # ------------------------------------------------------------------------------------ other systems
@@ -260,7 +257,7 @@ def test_a_checker_knows_what_calls_return(tmp_path):
     assert not found
 
 
-def test_a_shell_completes_and_lists_public_names_alone():
+def test_a_shell_shows_public_names_and_keywords_alone():
     """Also what is imported at first use."""
     shell = Completer({"warpfit": warpfit})
     assert shell.complete("warpfit.conn", 0).startswith("warpfit.connect(")
@@ -269,9 +266,6 @@ def test_a_shell_completes_and_lists_public_names_alone():
     assert {"connect", "local", "Client", "testing", "__version__"} <= {*shown}
     assert not {"Any", "Final", "TYPE_CHECKING", "import_module"} & {*shown}
     assert all(getattr(warpfit, name) is not None for name in shown)
-
-
-def test_methods_show_their_keywords_in_a_few_lines():
     for kind in (warpfit.Client, warpfit.AsyncClient):
         for name in ("upload", "open", "evaluate", "run", "optimize", "simplify", "propose"):
             assert "options" not in inspect.signature(getattr(kind, name)).parameters, name

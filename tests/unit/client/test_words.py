@@ -313,12 +313,9 @@ def test_the_name_that_was_meant_is_said(meant, settings):
     refused(rf"Did you mean .*{meant}", SymbolicRegressor(**settings).fit, frame, ROWS[:, 0])
 
 
-def test_limits_of_arguments_name_the_call_that_has_them():
+def test_a_slip_in_an_operator_and_limits_of_arguments_are_answered():
     model = SymbolicRegressor(constraints={"sin": 9, "pow": (-1, 1)})
     refused(r"client.search\(data, arguments=...\)", model.fit, ROWS, ROWS[:, 0])
-
-
-def test_a_slip_in_an_operator_is_told_from_another_operator():
     for name in OPERATORS:
         if len(name) > 2:
             refused(r"Did you mean \w+\?", operator_name, name + "q")

@@ -197,16 +197,13 @@ def test_rows_without_a_value_are_left_out_of_all_judgement():
     assert math.isnan(found[0].held_out_loss)
 
 
-def test_names_that_parameters_have_and_searches_that_cannot_begin_are_warned_of():
+def test_what_is_warned_of_and_limited(monkeypatch):
     X, y = table()
     (found,) = proposed((X, y), "p1*b + p2", ("p1", "b", "k"))
     assert found.warnings[0].startswith("p1 is a variable here")
     (found,) = proposed((X, y * 1e-200), "p1*a + p2")
     assert found.reason == "not_finite"
     assert "choose other units" in found.warnings[0]
-
-
-def test_a_call_has_a_limit(monkeypatch):
     monkeypatch.setattr(proposals, "MOST_SKELETONS", 2)
     monkeypatch.setattr(proposals, "_TOGETHER", 1)
     found = proposed(table(), ["p1*a", "p1*b", "p1*k", "p1 +"], restarts=1, loss="r2")

@@ -169,11 +169,13 @@ def test_a_search_goes_on_from_its_front_with_what_is_left_of_the_budget():
     assert "interrupted 2 times" in repr(found)
 
 
-def test_guesses_of_the_caller_stay():
+def test_guesses_of_the_caller_stay_and_formulas_of_a_plain_search_are_whole():
     server, _ = search((FIRST, LOST), (LAST, None), guesses=["2.5*x1 + p1"])
     guesses = server.requests[1].guesses
     assert texts_of(guesses) == ["p2*x1+p1", "sin(p1*x1)"]
     assert guesses.parameters.tolist() == [1.0, 2.5, 2.0]
+    server, _ = search((FIRST, LOST), (LAST, None), form=Form.PLAIN)
+    assert "sin(p3*x1)*p1+p2" in texts_of(server.requests[1].guesses)
 
 
 def test_a_data_set_that_is_removed_meanwhile_is_sent_again():
@@ -184,13 +186,10 @@ def test_a_data_set_that_is_removed_meanwhile_is_sent_again():
     assert server.requests[1].max_seconds == 4.0
 
 
-def test_a_search_whose_budget_is_spent_ends_as_it_is_interrupted():
+def test_an_interrupted_search_ends_with_its_budget_or_is_given_up():
     server, found = search((FIRST, LOST), seconds=6.0)
     assert len(server.requests) == 1
     assert (found.reason, found.losses.min()) == (SearchReason.TIME, 3.0)
-
-
-def test_a_search_that_engines_die_of_again_and_again_is_given_up():
     with pytest.raises(FailedPreconditionError) as caught:
         search(*[(WORSE, LOST)] * 9, seconds=100)
     assert caught.value.reason == "SEARCH_INTERRUPTED"
@@ -231,11 +230,6 @@ def test_the_best_of_scores_is_the_highest():
 )
 def test_slope_and_intercept_are_no_part_of_a_guess(text, wanted):
     assert texts_of([unscaled(warpfit.parse(text))]) == [wanted.replace(" ", "")]
-
-
-def test_a_plain_search_goes_on_with_whole_formulas():
-    server, _ = search((FIRST, LOST), (LAST, None), form=Form.PLAIN)
-    assert "sin(p3*x1)*p1+p2" in texts_of(server.requests[1].guesses)
 
 
 def test_another_server_goes_on_where_one_was_lost():

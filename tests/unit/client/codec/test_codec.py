@@ -542,12 +542,9 @@ def test_a_search_comes_out_as_it_went_in(request, is_custom):
     assert received.loss_function == request.loss_function
 
 
-def test_what_is_left_out_has_its_default():
+def test_what_is_left_out_has_its_default_and_operators_may_be_codes():
     received = search_codec.search_from_message(pb.SearchRequest(content_id=KEY))
     assert plain(received) == plain(SearchRequest(KEY))
-
-
-def test_operators_may_be_named_by_their_codes():
     add, power = (str(OPERATORS[name].code) for name in ("add", "pow"))
     named = pb.SearchRequest(content_id=KEY, operators={"cos": 1.0, "add": 2.0, "exp": 3.0})
     # A message does not keep their order, which would change the search of a seed.

@@ -326,7 +326,7 @@ def test_a_pole_or_an_end_in_the_box_is_seen_between_the_rows(text):
     assert not region.keeps(parse(text))
 
 
-def test_a_pole_that_was_there_may_stay_where_it_is():
+def test_poles_and_values_that_were_there_stay_where_they_are():
     low, high = np.array([-1.0, -1.0]), np.array([1.0, 1.0])
     rows = np.random.default_rng(0).uniform(-1, 1, (2, 50))
     region = DefinedRegion(parse("x1/(x1 - x2) + 0.1*x2"), low, high, rows)
@@ -335,10 +335,7 @@ def test_a_pole_that_was_there_may_stay_where_it_is():
     assert not region.keeps(parse("x1/(x1 - 0.9*x2)"))
     assert not region.keeps(parse("1/x1"))
     assert not region.keeps(parse("log(x1 - x2)"))
-
-
-def test_values_that_a_row_has_shown_must_stay():
-    """Where nothing is proved of the first formula, the rows on which it was seen still count."""
+    # Where nothing is proved of the first formula, the rows on which it was seen still count.
     low, high = np.array([0.0]), np.array([0.0])
     region = DefinedRegion(parse("pdiv(x1, x1)"), low, high, np.zeros((1, 3)))
     assert not region.keeps(parse("x1/x1"))

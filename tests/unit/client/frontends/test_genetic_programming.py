@@ -305,13 +305,10 @@ def test_fits_are_never_worse(toolbox, pset, evaluator):
     np.testing.assert_allclose(fitted, wanted, rtol=1e-6, atol=1e-9)
 
 
-def test_scores_that_are_best_when_high_fail_low(toolbox, pset, evaluator):
+def test_scores_fail_low_and_an_error_names_the_tree(toolbox, pset, evaluator):
     tree = creator.Individual.from_string("log(sub(ARG0, ARG0))", pset)
     assert evaluator(loss="r2")(tree) == (-np.inf,)
     assert evaluator(loss="mae")(tree) == (np.inf,)
-
-
-def test_an_error_names_the_tree(toolbox, pset, evaluator):
     pset.addPrimitive(max, 2, name="gate")
     bad = creator.Individual.from_string("gate(ARG0, ARG1)", pset)
     both = [toolbox.individual(), bad]

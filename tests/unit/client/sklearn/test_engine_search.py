@@ -282,6 +282,9 @@ def test_constraints_bound_depth_counts_and_nesting():
     assert admitted({"nesting": {"sin": {"sin": 0}}}, *texts) == [True, True, True, False, True]
     assert admitted({"nesting": {"sin": {"exp": 0}}}, *texts) == [True, False, True, True, True]
     assert admitted(None, *texts, most=4) == [True, True, False, False, True]
+    nested = {"nesting": {"sin": {"sin": -1}}}
+    for given in ({"width": 3}, {"depth": 0}, {"count": {"nonsense": 1}}, nested):
+        refused("", admitted, given, "x1")
 
 
 @pytest.mark.parametrize(
@@ -305,24 +308,15 @@ def test_formulas_are_written_with_operators_that_were_named(operators, text, is
     assert limits.writing(operators)(genomes_of(text)).tolist() == [is_written]
 
 
-def test_whole_formulas_are_weighed_with_slope_and_intercept():
+def test_complexity_is_weighed_with_slope_and_intercept():
     rules = rules_of({"count": {"mul": 1}}, most=7)
     allowed = ["2*(x1*x2) + 3", "2", "x1*x2 + sin(x1)", "(x1*x2)/3"]
     refused = ["2*(x1*x2) + 3 + 1", "2*x1*x2*x3", "log(x1)", "2*(x1*x2) + sin(x1)"]
     assert [rules.allows(parse(text)) for text in allowed] == [True] * 4
     assert [rules.allows(parse(text)) for text in refused] == [False] * 4
-
-
-def test_complexity_counts_tokens_by_weight_and_operators_have_symbols():
     measure = limits.complexity_measure({"exp": 3, "+": 2})
     assert measure(genomes_of("x1 + exp(x2)", "x1*x2")).tolist() == [1 + 2 + 3 + 1, 3]
     assert limits.operator_names(["+", "-", "**", "sin", "add"]) == ("add", "sub", "pow", "sin")
-
-
-def test_constraints_that_make_no_sense():
-    nested = {"nesting": {"sin": {"sin": -1}}}
-    for given in ({"width": 3}, {"depth": 0}, {"count": {"nonsense": 1}}, nested):
-        refused("", admitted, given, "x1")
 
 
 def test_parts_are_packed_row_by_row():

@@ -169,30 +169,21 @@ def security(address, token=None, tls=None, **environment):
     return Security.of(target_of(address), token, tls=tls, environment=environment)
 
 
-def test_the_servers_of_a_name_are_known_by_it():
-    assert security("dns:///servers:1", tls=True).tls.server_name == "servers"
-    given = TlsConfig(server_name="other")
-    assert security("dns:///servers:1", tls=given).tls == given
-    refused("dns:///servers:1 in plain text", security, "dns:///servers:1", "secret")
-
-
-def test_a_token_leaves_the_machine_only_over_tls_or_on_demand():
+def test_credentials_leave_the_machine_only_over_tls_or_on_demand(tmp_path):
     assert "secret" not in str(refused("PLAIN_TOKEN", security, "example.org:1", "secret"))
     assert security("example.org:1", "secret", tls=True).tls == TlsConfig()
     assert security("example.org:1", "secret", tls=False).tls is None
     assert security("127.0.0.1:1", "secret").token == "secret"
-
-
-def test_settings_from_the_environment():
+    assert security("dns:///servers:1", tls=True).tls.server_name == "servers"
+    given = TlsConfig(server_name="other")
+    assert security("dns:///servers:1", tls=given).tls == given
+    refused("dns:///servers:1 in plain text", security, "dns:///servers:1", "secret")
     environment = {"WARPFIT_TOKEN": "t\n", "WARPFIT_CA": "ca", "WARPFIT_SERVER_NAME": "n"}
     wanted = Security("t", TlsConfig(ca="ca", server_name="n"))
     assert security("example.org:1", **environment) == wanted
     assert security("h:1", WARPFIT_TLS="1").tls == TlsConfig()
     assert security("h:1", WARPFIT_TLS="0") == Security()
     assert security("127.0.0.1:1", "u", tls=False, **environment).tls is None
-
-
-def test_certificate_files_that_are_missing(tmp_path):
     refused("only one", lambda: TlsConfig(certificate=tmp_path / "x").credentials())
     refused("cannot read", lambda: TlsConfig(ca=tmp_path / "x").credentials())
 
