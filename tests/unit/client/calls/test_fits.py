@@ -85,11 +85,9 @@ def test_bands_and_correlations_of_a_line_are_those_of_least_squares(client):
     y = 2.0 * x + 1.0 + 0.1 * rng.normal(size=12)
     data = client.upload(pd.DataFrame({"a": x, "b": x**2}), y, dtype="float64")
     fit = client.optimize(data, "p1*a + p2", covariance=True)
-    design = np.column_stack([x, np.ones(12)])
-    inverse = np.linalg.inv(design.T @ design)
-    residuals = y - design @ np.linalg.lstsq(design, y)[0]
+    _, covariance = np.polyfit(x, y, 1, cov=True)
     at = np.column_stack([[-1.0, 0.3, 4.0], np.ones(3)])
-    error = np.sqrt(residuals @ residuals / 10 * np.einsum("ri,ij,rj->r", at, inverse, at))
+    error = np.sqrt(np.einsum("ri,ij,rj->r", at, covariance, at))
     half = scipy.stats.t.ppf(0.95, 10) * error
     frame = pd.DataFrame({"b": np.zeros(3), "a": at[:, 0]})
     for X in (frame, frame[["a", "b"]].to_numpy()):
@@ -97,7 +95,7 @@ def test_bands_and_correlations_of_a_line_are_those_of_least_squares(client):
         np.testing.assert_allclose(band.values, at @ fit.parameters[0])
         np.testing.assert_allclose(band.high - band.values, half, rtol=1e-6)
         np.testing.assert_allclose(band.values - band.low, half, rtol=1e-6)
-    wanted = inverse[0, 1] / np.sqrt(inverse[0, 0] * inverse[1, 1])
+    wanted = covariance[0, 1] / np.sqrt(covariance[0, 0] * covariance[1, 1])
     np.testing.assert_allclose(fit.correlation[0], [[1, wanted], [wanted, 1]])
     assert re.search(rf"\n +p2 +{wanted:.2f} +1\.00$", repr(fit))
     assert "<th>correlation</th>" in fit._repr_html_()
