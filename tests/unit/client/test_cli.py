@@ -402,8 +402,9 @@ def test_an_embedded_server_that_dies_is_not_waited_for(fake_server):
 
 def test_a_search_has_the_credentials_of_its_flags(monkeypatch, tmp_path):
     """Of a server that is named; one that is started for it speaks plain text."""
-    token = write_secret(tmp_path / "token", "secret")
-    words = ["t.csv", "--target", "y", "--token-file", str(token), "--ca", "ca.pem"]
+    token, table = write_secret(tmp_path / "token", "secret"), tmp_path / "t.csv"
+    table.write_text("x1,y\n1,1\n2,2\n")
+    words = [str(table), "--target", "y", "--token-file", str(token), "--ca", "ca.pem"]
     given = []
 
     def connect(address, **security):
@@ -414,9 +415,8 @@ def test_a_search_has_the_credentials_of_its_flags(monkeypatch, tmp_path):
     monkeypatch.setattr(estimator, "server_at", lambda *_: nullcontext("here:1"))
     monkeypatch.delenv("WARPFIT_ADDRESS", raising=False)
     for address in (["--address", "there:1"], []):
-        model = search._model(search._parser().parse_args([*words, *address]))
         with pytest.raises(UnavailableError):
-            model.fit([[1.0], [2.0]], [1.0, 2.0])
+            search.main([*words, *address])
     assert given == [("here:1", "secret", TlsConfig(ca="ca.pem")), ("here:1", "secret", False)]
 
 
