@@ -41,7 +41,7 @@ def squares_of(fit, index):
     return fit.loss[index] ** 2 * W.sum()
 
 
-def test_the_likelihood_is_that_of_normal_residuals(lines):
+def test_likelihoods_description_lengths_and_bayes_factors_follow_their_formulas(lines):
     _, fit = lines
     slope, offset = fit.parameters[0]
     s = math.sqrt(squares_of(fit, 0) / 40)
@@ -55,9 +55,6 @@ def test_the_likelihood_is_that_of_normal_residuals(lines):
     assert int(found.bic.argmin()) == 0
     assert int(found.description_length.argmin()) == 0
     assert int(found.bayes_factor.argmax()) == 0
-
-
-def test_description_lengths_and_bayes_factors_follow_their_formulas(lines):
     _, fit = lines
     found = fit.evidence
     # Five tokens and two constants of many digits.

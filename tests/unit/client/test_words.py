@@ -121,13 +121,10 @@ def test_an_attribute_of_another_estimator_says_what_to_call(kind):
         assert set(re.findall(r"\w+", remedy)) & known, "what is named is there"
 
 
-def test_what_is_there_after_a_fit_says_so():
+def test_what_is_there_after_a_fit_or_an_import_says_so():
     for name in ("equations_", "front_", "subformulas_", "constants_"):
         with pytest.raises(NotFittedError, match="not fitted yet"):
             getattr(SymbolicRegressor(), name)
-
-
-def test_a_module_that_is_not_imported_is_named():
     found = warpfit.__getattr__  # its own, whatever tests have imported
     for name, words in (
         ("frontends", r"Write: import warpfit\.frontends"),

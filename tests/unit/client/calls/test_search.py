@@ -41,7 +41,7 @@ def data(client):
     return client.upload(X, Y, names=["a", "b", "c"], dtype="float64")
 
 
-def test_the_result_is_a_front_with_texts(client, data):
+def test_the_result_is_a_front_with_texts_and_a_callback_may_end_it(client, data):
     seen = []
     found = client.search(data, generations=3, progress=seen.append)
     assert found.reason == SearchReason.GENERATIONS
@@ -54,9 +54,6 @@ def test_the_result_is_a_front_with_texts(client, data):
     assert [one.reason for one in seen] == [None, SearchReason.GENERATIONS]
     assert "b" in repr(found)
     assert "ended by generations" in found._repr_html_()
-
-
-def test_a_callback_that_returns_true_ends_the_search(client, data):
     found = client.search(data, seconds=1e6, progress=lambda found: found.losses.min() < 1e-20)
     assert (found.reason, found.generations) == (SearchReason.CANCELLED, 0)
     assert client.search(data, formulas=5).reason == SearchReason.FORMULAS

@@ -180,6 +180,7 @@ def test_deep_programs(text):
     program = Parser().parse(text)
     assert len(to_latex(program)) >= 25_000
     assert Parser().parse(to_text(program)) == program
+    assert readable(program) is program
 
 
 @given(program=programs(), pick=st.integers(0, 10**6), named=st.booleans())
@@ -265,8 +266,3 @@ def is_ill_conditioned(program: Program, rows) -> np.ndarray:
     with np.errstate(all="ignore"):
         values = [evaluate_program(program, rows * (1.0 + e)) for e in (0.0, 1e-12, -1e-12, 3e-13)]
     return ~np.isclose(values[1:], values[0], rtol=1e-10, atol=0.0).all(axis=0)
-
-
-def test_long_programs_stay_as_they_are():
-    program = parse("+".join(["inv(T)"] * 600), THREE)
-    assert readable(program) is program

@@ -116,7 +116,7 @@ def test_names_that_a_language_uses_are_replaced_and_said(language, tmp_path):
         np.testing.assert_allclose(found[0], evaluate_program(program, columns, [0.3]), rtol=1e-12)
 
 
-def test_reserved_words_of_compiled_languages():
+def test_reserved_words_and_other_languages():
     for language, words in {
         "c": "double linux NAN near int",
         "c++": "new class std this and",
@@ -127,6 +127,10 @@ def test_reserved_words_of_compiled_languages():
         program = Program.apply("add", *map(Program.variable, range(len(names))))
         found = [*program.code(language, names).names.values()]
         assert found == [f"x{k + 1}" for k in range(len(names))]
+    for language in ("cobol", "julia", "mathematica"):
+        with pytest.raises(InvalidArgumentError, match=r"program\.sympy\(\)"):
+            parse("x1").code(language)
+    refused("Did you mean octave", lambda: parse("x1").code("matlab"))
 
 
 @pytest.mark.parametrize(("language", "headers"), [("c", ["math.h"]), ("c++", ["cmath", "limits"])])
@@ -188,13 +192,6 @@ def test_long_and_deep_programs(language, tmp_path):
         for values, program in zip(found[1:], programs[1:], strict=True):
             np.testing.assert_allclose(values, evaluate_program(program, columns), rtol=1e-9)
         assert np.isfinite(found[0]).all()
-
-
-def test_other_languages_are_refused():
-    for language in ("cobol", "julia", "mathematica"):
-        with pytest.raises(InvalidArgumentError, match=r"program\.sympy\(\)"):
-            parse("x1").code(language)
-    refused("Did you mean octave", lambda: parse("x1").code("matlab"))
 
 
 # ------------------------------------------------------------------------------------------ values

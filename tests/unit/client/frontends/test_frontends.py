@@ -185,11 +185,7 @@ PRINTED = {
 }
 
 
-def test_every_function_of_its_own_is_tried():
-    assert PRINTED.keys() >= FUNCTIONS.keys()
-
-
-@pytest.mark.parametrize("name", PRINTED)
+@pytest.mark.parametrize("name", sorted({*FUNCTIONS, *PRINTED}))
 def test_printed_functions_are_what_julia_computes(name):
     function = PRINTED[name]
     operands = getattr(function, "nin", 0) or len(inspect.signature(function).parameters)

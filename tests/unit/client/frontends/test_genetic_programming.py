@@ -179,20 +179,17 @@ def test_automatically_defined_functions_are_refused(name):
     refused("ADF_UNSUPPORTED", from_deap, [original, original], pset)
 
 
-def test_terminals_that_are_no_numbers():
-    pset = set_of((operator.neg, 1))
-    pset.addTerminal(object(), "thing")
-    refused("thing", lambda: from_deap(tree("neg(thing)", pset), pset))
-    refused("no number", from_deap, [SimpleNamespace(arity=0, value=None, name="None")])
-
-
-def test_deep_trees_and_wide_sums():
+def test_deep_trees_wide_sums_and_terminals_that_are_no_numbers():
     pset = scalar_set()
     neg, argument = pset.mapping["neg"], pset.mapping["ARG0"]
     assert len(from_deap(gp.PrimitiveTree([neg] * 20_000 + [argument]), pset)) == 20_001
     wide = set_of((lambda *terms: sum(terms), 3, "add"))
     original = tree("add(ARG0, add(ARG1, ARG1, 2), ARG2)", wide)
     assert str(as_program(original)) == "x1 + (x2 + x2 + 2) + x3"
+    pset = set_of((operator.neg, 1))
+    pset.addTerminal(object(), "thing")
+    refused("thing", lambda: from_deap(tree("neg(thing)", pset), pset))
+    refused("no number", from_deap, [SimpleNamespace(arity=0, value=None, name="None")])
 
 
 # ----------------------------------------------------------------------------------- the evaluator
