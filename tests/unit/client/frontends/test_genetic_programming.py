@@ -200,11 +200,6 @@ TARGET = ROWS[:, 0] ** 2 - 3.5 * ROWS[:, 1]
 
 
 @pytest.fixture
-def server():
-    return warpfit.testing.InProcessServer()
-
-
-@pytest.fixture
 def pset():
     pset = set_of((operator.add, 2), (operator.sub, 2), (operator.mul, 2), (np.log, 1), inputs=2)
     pset.addEphemeralConstant("number", functools.partial(random.uniform, -1, 1))
