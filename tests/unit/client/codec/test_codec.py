@@ -145,14 +145,15 @@ def test_answers_survive_in_pieces_of_any_size(chunk_bytes, dtype, ready):
         data, first = arrays[name].reshape(-1).data.cast("B"), ready if name == "values" else 0
         sent += codec.array_pieces(name, data[:first], 0, chunk_bytes)
         sent += codec.array_pieces(name, data[first:], first, chunk_bytes)
-    sent.append(codec.result_end(Timings(compute=5), short))
+    timings = Timings(1, 2, 3, 4, 5, Tier.COMPILED, 6, "cuda:0")
+    sent.append(codec.result_end(timings, short))
     messages = [pb.EvaluateResponse.FromString(message) for message in sent]
     assert all(len(message.values) <= chunk_bytes for message in messages)
     result = codec.read_result(evaluation, layout, messages)
     for name, array in arrays.items():
         found = getattr(result, name)
         assert (found.dtype, found.tobytes()) == (array.dtype, array.tobytes()), name
-    assert result.timings.compute == 5
+    assert result.timings == timings
     for missing in range(1, len(messages) - 1, 1 + len(messages) // 9):
         with pytest.raises(errors.InternalError, match="server's answer"):
             codec.read_result(evaluation, layout, messages[:missing] + messages[missing + 1 :])
