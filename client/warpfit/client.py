@@ -176,7 +176,7 @@ class Client:
             ResourceExhaustedError: if the server has no room for it.
             DeadlineExceededError: if ``timeout`` passes.
         """
-        arguments.check_keywords(options, UploadOptions)
+        arguments.check_keywords(options, UploadOptions, "y", "weights")
         deadline = deadline_of(options.get("timeout"))
         dataset = arguments.build_dataset(X, y, weights, options)
         failover, size = self._failover, dataset.layout.nbytes
@@ -330,7 +330,7 @@ class Client:
 
         Arguments and errors are those of `evaluate`; ``values=True`` asks for values beside a loss.
         """
-        arguments.check_keywords(options, EvaluateOptions)
+        arguments.check_keywords(options, EvaluateOptions, "parameters")
         deadline = deadline_of(options.get("timeout"))
         evaluation, leading_axis = arguments.build_evaluation(
             data, expressions, parameters, values, options, self._batches
@@ -409,7 +409,7 @@ class Client:
             DeadlineExceededError: if ``timeout`` passes and ``partial`` is not set.
             UnimplementedError: if the server's engine computes no derivatives.
         """
-        arguments.check_keywords(options, FitOptions)
+        arguments.check_keywords(options, FitOptions, "parameters")
         deadline = deadline_of(options.get("timeout"))
         fit = arguments.build_fit(data, expressions, parameters, options, self._batches)
         total = searches(fit)
@@ -488,7 +488,7 @@ class Client:
             DeadlineExceededError: if ``timeout`` passes.
             UnimplementedError: if the server's engine computes no derivatives.
         """
-        arguments.check_keywords(options, SimplifyOptions)
+        arguments.check_keywords(options, SimplifyOptions, "parameters")
         task = SimplifyTask(data, expressions, parameters, options)
         found = task.proceed()
         while not isinstance(found, Simplification):

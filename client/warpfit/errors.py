@@ -30,6 +30,11 @@ from typing import ClassVar, Final
 _MOST_BYTES: Final = {"message": 480, "remedy": 240, "field": 128, "reason": 64}
 #: Most names that one is compared with: a table may have many columns.
 _MOST_COMPARED: Final = 2_000
+#: Least similarity, as difflib has it, of a slip and the word that is meant: below it words such as
+#: params and partial, or cosine and cospi, are taken for each other.
+_SIMILAR: Final = 0.75
+#: Most characters of a list of names in a remedy, which has room for little more.
+_MOST_LISTED: Final = 170
 #: Name of the metadata entry with the id of a call, in the request and in every answer.
 REQUEST_ID_KEY: Final = "x-request-id"
 #: The class to raise for each gRPC status name; any other status becomes InternalError.
@@ -219,9 +224,32 @@ def did_you_mean(name: object, known: Iterable[object], otherwise: str, suffix: 
         otherwise: the remedy where none is similar.
         suffix: text behind a name, such as "=" behind keywords.
     """
-    by_letters = {str(one).lower(): str(one) for one in islice(known, _MOST_COMPARED)}
-    close = difflib.get_close_matches(str(name)[:100].lower(), by_letters, n=1, cutoff=0.6)
-    return f"Did you mean {by_letters[close[0]]}{suffix}?" if close else otherwise
+    close = similar(name, known)
+    return f"Did you mean {close[0]}{suffix}?" if close else otherwise
+
+
+def similar(
+    name: object, known: Iterable[object], most: int = 1, least: float = _SIMILAR
+) -> list[str]:
+    """Return at most so many known names like a name, in letters of either case, the closest first.
+
+    ``least`` is the smallest similarity, from 0 for any name to 1.
+    """
+    by_letters: dict[str, str] = {}
+    for one in islice(known, _MOST_COMPARED):
+        by_letters.setdefault(str(one).lower(), str(one))
+    close = difflib.get_close_matches(str(name)[:100].lower(), by_letters, most, least)
+    return [by_letters[each] for each in close]
+
+
+def nearest_first(name: object, known: Iterable[object]) -> str:
+    """Return a list of names for a remedy; if not all have room, those most like ``name``."""
+    names = list(map(str, islice(known, _MOST_COMPARED)))
+    listed = ", ".join(names)
+    if len(listed) <= _MOST_LISTED:
+        return listed
+    listed = ", ".join(similar(name, names, _MOST_COMPARED, 0.0))
+    return f"{listed[:_MOST_LISTED].rpartition(', ')[0]}, ..."
 
 
 def no_attribute(
@@ -237,9 +265,19 @@ def no_attribute(
     """
     message = f"{owner!r} object has no attribute {name!r}"
     if name in (words or {}):
-        return AttributeError(f"{message}. Use {(words or {})[name]}")
+        return attribute_error(message, f"Use {(words or {})[name]}")
     remedy = did_you_mean(name, [one for one in known if not one.startswith("_")], "")
-    return AttributeError(f"{message}. {remedy}" if remedy and name[0] != "_" else message)
+    return attribute_error(message, remedy if name[0] != "_" else "")
+
+
+def attribute_error(message: str, remedy: str) -> AttributeError:
+    """Return the error for an attribute that there is not; Python guesses where we have no remedy.
+
+    It prints a guess of its own behind the message of an error that names no object yet.
+    """
+    if not remedy:
+        return AttributeError(message)
+    return AttributeError(f"{message}. {remedy}", obj=message)
 
 
 def list_of_texts(

@@ -20,7 +20,14 @@ from warpfit.dataset import ClientDataset, ServerFile, client_dataset, open_tabl
 from warpfit.dataset.layout import canonical_dtype
 from warpfit.dataset.tables import ColumnNames
 from warpfit.display import MOST_ROWS, shortened
-from warpfit.errors import InvalidArgumentError, bad_setting, check_encodable, did_you_mean, require
+from warpfit.errors import (
+    InvalidArgumentError,
+    bad_setting,
+    check_encodable,
+    did_you_mean,
+    nearest_first,
+    require,
+)
 from warpfit.expressions.real_numbers import (
     ParameterVectors,
     join_vectors,
@@ -175,7 +182,8 @@ class FitOptions(CommonOptions, total=False):
     """Least and greatest value: each a number for all parameters, or an entry for each
     expression (a number, one number for each of its parameters, or None)."""
     fixed: EachParameter
-    """Parameters that keep their start: for each expression one truth value for each parameter."""
+    """Parameters that keep their start: for each expression one truth value for each parameter,
+    as ``[[False, True]]`` for p2 of a single one; True for all."""
     restarts: int
     """Starts that the server draws for each expression (0 by default) and searches together with
     the given ones, which come first: log-uniform around the scale that the data give a parameter,
@@ -242,28 +250,46 @@ def shows_keywords(options: Any, **defaults: Any) -> Callable[[F], F]:
 # ------------------------------------------------------------------------------- single values
 
 
-#: Keywords of other packages, given to a client, and what means the same.
-_OF_OTHER_CALLS: Final = {
-    **dict.fromkeys(("p0", "x0", "start", "starts"), "Give starts behind the expressions"),
-    **dict.fromkeys(("sigma", "sample_weight"), "Give weights= to upload, such as 1/sigma^2"),
-    "weights": "Give weights= to upload",
+#: Keywords of clients by the names of other packages.
+_BY_OTHER_NAMES: Final = {
+    **dict.fromkeys(("p0", "x0", "start", "starts", "params"), "parameters"),
+    **dict.fromkeys(("maxfev", "max_nfev", "maxiter"), "max_iterations"),
+    **{"ftol": "loss_tolerance", "xtol": "step_tolerance", "gtol": "gradient_tolerance"},
+    **dict.fromkeys(("min", "max", "lower", "upper", "limits"), "bounds"),
+    **{"absolute": "absolute_sigma", "vary": "fixed", "nan_policy": "missing"},
+    **dict.fromkeys(("sigma", "yerr", "sample_weight"), "weights"),
+    **dict.fromkeys(("random_state", "rng"), "seed"),
+    **dict.fromkeys(("callback", "iter_cb", "verbose"), "progress"),
+    **dict.fromkeys(("max_seconds", "timeout_in_seconds", "max_time"), "seconds"),
+    **dict.fromkeys(("niterations", "ngen", "n_gen", "max_generations"), "generations"),
+    **dict.fromkeys(("binary_operators", "unary_operators", "function_set"), "operators"),
+    **dict.fromkeys(("early_stop_condition", "stopping_criteria", "tolerance"), "target_loss"),
+    **{"population_size": "population", "populations": "islands", "maxdepth": "max_depth"},
+    **{"nested_constraints": "nesting", "n_starts": "restarts", "columns": "x"},
+}
+#: What to do instead of giving a keyword to a call that has none of its meaning.
+_INSTEAD: Final = {
+    "weights": "Give weights= to upload, such as 1/sigma^2",
     "names": "Give names= to upload",
-    **dict.fromkeys(("maxfev", "max_nfev", "maxiter"), "Write max_iterations="),
     **dict.fromkeys(("jac", "n_jobs"), "Leave it out: derivatives and cores need no setting"),
     "operators": "Convert first: warpfit.frontends.deap.from_deap(tree, operators=...)",
-    "max_seconds": "Write seconds= of search, or timeout=",
-    "absolute": "Write absolute_sigma=",
+    "seconds": "Write seconds= of search, or timeout=",
+    "constraints": "Write counts=, nesting=, arguments=, complexities=, max_depth= or monotonic=",
 }
 
 
-def check_keywords(given: Mapping[str, Any], known: Any) -> None:
-    """Check that all keywords of a call are those of a TypedDict."""
-    for name in given.keys() - known.__optional_keys__:
-        names = sorted(known.__optional_keys__)
+def check_keywords(given: Mapping[str, Any], known: Any, *others: str) -> None:
+    """Check that all keywords of a call are those of a TypedDict; ``others`` are its parameters."""
+    for name in given:
+        if name in known.__optional_keys__:
+            continue
+        names = sorted({*known.__optional_keys__, *others})
+        ours = _BY_OTHER_NAMES.get(name, name)
+        usual = did_you_mean(name, names, f"Use {nearest_first(name, names)}", "=")
         raise InvalidArgumentError(
             f"there is no keyword {name!r}",
             "UNKNOWN_KEYWORD",
-            _OF_OTHER_CALLS.get(name) or did_you_mean(name, names, f"Use {', '.join(names)}"),
+            f"Write {ours}=" if ours in names else _INSTEAD.get(ours, usual),
             name,
         )
 
@@ -564,12 +590,7 @@ def _settings(
         wanted = "a tuple (lower, upper), each a number or an entry for each expression"
         raise bad_setting("bounds", bounds, wanted)
     lower, upper = bounds
-    kept = options.get("fixed")
-    fixed = None if isinstance(kept, str) else _flat(kept, counts, single, "fixed", 0.0)
-    # Another number may be meant for the index of a parameter.
-    if isinstance(kept, str) or not (fixed is None or np.isin(fixed, (0.0, 1.0)).all()):
-        wanted = "a truth value for each parameter, such as [True, False]"
-        raise bad_setting("fixed", kept, wanted)
+    fixed = _fixed(options.get("fixed"), counts, single)
     accuracy = member(Accuracy, options.get("accuracy", Accuracy.SCREENING), "accuracy")
     iterations, usual = options.get("max_iterations"), Tolerances.of(dtype, accuracy)
     tolerances = {
@@ -591,7 +612,7 @@ def _settings(
         **(tolerances | given),
         lower=_flat(lower, counts, single, "bounds", -np.inf),
         upper=_flat(upper, counts, single, "bounds", np.inf),
-        fixed=None if fixed is None else fixed != 0.0,
+        fixed=fixed,
         restarts=whole_number(options.get("restarts", 0), "restarts"),
         seed=whole_number(options.get("seed", 0), "seed"),
         missing=member(Missing, options.get("missing", Missing.REFUSE), "missing"),
@@ -605,6 +626,25 @@ def _settings(
     )
 
 
+def _fixed(given: Any, counts: NDArray[np.uint32], single: bool) -> NDArray[np.bool_] | None:
+    """Return a truth value for each parameter of each program, [sum(counts)]; None for none.
+
+    Other numbers than 0 and 1, and names, are refused: they may be meant for single parameters.
+    """
+    try:
+        found = None if isinstance(given, str) else _flat(given, counts, single, "fixed", False)
+    except InvalidArgumentError as error:
+        raise _no_truth(given) if error.reason == "NOT_NUMBERS" else error from None
+    if isinstance(given, str) or not (found is None or np.isin(found, (0.0, 1.0)).all()):
+        raise _no_truth(given)
+    return None if found is None else found != 0.0
+
+
+def _no_truth(given: Any) -> InvalidArgumentError:
+    wanted = "a truth value for each parameter, such as [True, False], and no indices or names"
+    return bad_setting("fixed", given, wanted)
+
+
 def _flat(
     given: Any, counts: NDArray[np.uint32], single: bool, name: str, otherwise: float
 ) -> NDArray[np.float64] | None:
@@ -615,7 +655,11 @@ def _flat(
     given = unwrapped(given)
     if given is None:
         return None
+    # A number, other than a truth value, that stands for several may be the index of one.
+    needs_truth = name == "fixed"
     if np.isscalar(given):
+        if needs_truth and not isinstance(given, bool | np.bool_) and (counts > 1).any():
+            raise _no_truth(given)
         return np.full(int(counts.sum()), number(given, name))
     if isinstance(given, Set | Mapping):
         require_order(given, name)
@@ -638,7 +682,10 @@ def _flat(
             entry = otherwise
         elif isinstance(entry, list | tuple):
             entry = [otherwise if value is None else value for value in entry]
-        values = real_numbers(entry, name, place="position").astype(np.float64).ravel()
+        read = real_numbers(entry, name, place="position")
+        if needs_truth and read.size == 1 < count and read.dtype != np.bool_:
+            raise _no_truth(given)
+        values = read.astype(np.float64).ravel()
         if len(values) not in (1, count):
             raise InvalidArgumentError(
                 f"{name} has {len(values)} numbers for an expression with {count} parameters",

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import traceback
 from functools import partial
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import warpfit
 import warpfit.testing
 from warpfit.cli.main import main
-from warpfit.errors import did_you_mean
+from warpfit.errors import did_you_mean, nearest_first
 from warpfit.losses import as_loss
 from warpfit.ops import OPERATORS
 from warpfit.sklearn import ParameterOptimizer, SymbolicClassifier, SymbolicRegressor
@@ -31,7 +32,7 @@ def found():
         of_search = client.search(data, generations=1)
         yield {
             "client": client, "data": data, "fit": fit, "answer": answer, "warpfit": warpfit,
-            "search": of_search,
+            "search": of_search, "proposals": client.propose(data, ["p1*x1"]),
         }  # fmt: skip
 
 
@@ -49,12 +50,28 @@ def found():
         ("client", "optimise", r"Did you mean optimize\?"),
         ("warpfit", "SymbolicRegressor", "Write: from warpfit.sklearn import SymbolicRegressor"),
         ("warpfit", "conect", r"Did you mean connect\?"),
+        ("warpfit", "search", "Use search of a client"),
+        ("warpfit", "curve_fit", "Use optimize of a client"),
+        ("proposals", "errors", r"Use \[answer.error for answer in found\]"),
+        ("proposals", "bes", r"Did you mean best\?"),
     ],
 )
 def test_a_missing_attribute_says_what_is_meant(found, owner, name, remedy):
     with pytest.raises(AttributeError, match=f"no attribute '{name}'. {remedy}"):
         getattr(found[owner], name)
     assert not hasattr(found[owner], name)
+
+
+def test_python_adds_no_guess_of_its_own(found):
+    for owner, name in (
+        (warpfit, "conect"),
+        (found["fit"], "losss"),
+        (found["client"], "optimise"),
+    ):
+        with pytest.raises(AttributeError) as caught:
+            getattr(owner, name)
+        told = "".join(traceback.format_exception(caught.value))
+        assert told.count("Did you mean") == 1
 
 
 def test_a_module_that_is_not_imported_is_named(found):
@@ -88,7 +105,14 @@ def test_formulas_of_a_search_are_a_sequence(found):
 @pytest.mark.parametrize(
     ("call", "remedy"),
     [
-        (lambda c, d: c.optimize(d, ["p1*x1"], p0=[1]), "Give starts behind the expressions"),
+        (lambda c, d: c.optimize(d, ["p1*x1"], p0=[1]), "Write parameters="),
+        (lambda c, d: c.optimize(d, ["p1*x1"], vary=[1]), "Write fixed="),
+        (lambda c, d: c.optimize(d, ["p1*x1"], min=[1]), "Write bounds="),
+        (lambda c, d: c.search(d, random_state=1), "Write seed="),
+        (lambda c, d: c.search(d, constraints={}), "counts=, nesting="),
+        (lambda c, d: c.propose(d, ["x1"], p0=1), "Use held_out, loss, "),
+        (lambda c, d: c.upload(ROWS, weight=[1]), "Did you mean weights=?"),
+        (lambda c, d: c.upload(ROWS, yerr=[1]), "Write weights="),
         (lambda c, d: c.optimize(d, ["p1*x1"], sigma=[1]), "weights= to upload"),
         (lambda c, d: c.optimize(d, ["p1*x1"], maxfev=9), "max_iterations="),
         (lambda c, d: c.evaluate(d, ["x1"], operators={"a": "b"}), "from_deap"),
@@ -234,6 +258,21 @@ def test_a_slip_in_an_operator_is_told_from_another_operator():
         if len(name) > 2:
             with pytest.raises(warpfit.InvalidArgumentError, match=r"Did you mean \w+\?"):
                 operator_name(name + "q")
+
+
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [("params", "partial"), ("min", "missing"), ("weights", "digits"), ("cosine", "cospi"),
+     ("plus", "softplus"), ("cond", "round"), ("units", "quiet"), ("gpu", "cpu")],
+)  # fmt: skip
+def test_another_word_is_no_slip(given, known):
+    assert did_you_mean(given, [known], "") == ""
+
+
+def test_a_list_that_is_too_long_has_the_closest_names():
+    assert nearest_first("b", ["c", "a", "b"]) == "c, a, b"
+    assert nearest_first("seeds", [*map(str, range(90)), "seed"]).startswith("seed, ")
+    assert nearest_first("q", map(str, range(90))).endswith(", ...")
 
 
 def test_what_is_like_no_name_gets_the_list():

@@ -48,6 +48,25 @@ def test_an_array_without_axes_is_its_element(client, data):
     assert client.upload(X, X[:, 0], names=None).content_id == data.content_id
 
 
+@pytest.mark.parametrize(
+    ("fixed", "kept"),
+    [
+        *((fixed, [False, True]) for fixed in ([False, True], [0, 1], [[None, True]])),
+        *((True, [True, True]), ([True], [True, True]), ([None], [False, False])),
+        *((fixed, None) for fixed in ([1], [0], 1, [2], ["p2"], "p2", [0.5, 0])),
+    ],
+)
+def test_parameters_are_fixed_by_truth_values_and_not_by_indices_or_names(fixed, kept):
+    with warpfit.testing.client() as client:
+        data = client.upload(X, X[:, 0])
+        if kept is not None:
+            settings = build_fit(data, ["p1*x1 + p2"], None, {"fixed": fixed}).settings
+            assert settings.fixed.tolist() == kept
+            return
+        with pytest.raises(InvalidArgumentError, match="Give a truth value for each parameter"):
+            client.optimize(data, ["p1*x1 + p2"], fixed=fixed)
+
+
 @pytest.mark.parametrize("odd", [np.array(1.0), np.array(None), np.array(2)])
 def test_an_element_that_is_no_expression_is_refused(client, data, odd):
     for call in (client.evaluate, client.optimize, client.simplify):
