@@ -139,13 +139,15 @@ class Table:
     groups: tuple[str, ...] = ()
     """Texts of the groups, whose numbers from 0 stand in their column; empty if it has numbers."""
 
-    def require_finite(self, target: str, weights: str | None) -> None:
-        """Check that a formula for the target can be searched for.
+    def require_finite(
+        self, target: str, weights: str | None, *, of_target: bool = False
+    ) -> None:
+        """Check that a formula for the target can be searched for, or fitted with ``of_target``.
 
         Raises:
             InvalidArgumentError: if a cell is not finite, with file, line and column.
         """
-        named = [*zip(self.names, self.columns.T, strict=True)]
+        named = [] if of_target else [*zip(self.names, self.columns.T, strict=True)]
         named += [(target, self.target)] if self.target is not None else []
         named += [(str(weights), self.weights)] if self.weights is not None else []
         for name, column in named:
@@ -154,7 +156,8 @@ class Table:
                     f"{self.file}, {self.places[row]}, column {name!r}: {column[row]} is no finite "
                     "number",
                     "NOT_FINITE",
-                    "Remove the line or the column: a search needs finite numbers",
+                    f"Remove the line{'' if of_target else ' or the column'}: a "
+                    f"{'fit' if of_target else 'search'} needs finite numbers",
                 )
 
 
