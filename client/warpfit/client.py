@@ -46,6 +46,7 @@ from warpfit.errors import (
     InvalidArgumentError,
     ProgramError,
     UnavailableError,
+    explains_keywords,
     no_attribute,
 )
 from warpfit.evidence import gather
@@ -561,7 +562,7 @@ class Client:
 
             found = client.search(data, seconds=10, progress=print)
             print(found)
-            print(found.best, found.losses[-1], found.reason)
+            print(found.texts[-1], found.losses[-1], found.reason)
 
         The engine breeds, scores and fits formulas until the budget is spent. If an engine or a
         server is lost meanwhile, the search goes on from its last front with what is left of the
@@ -693,6 +694,14 @@ def not_made_so(given: Any, name: str, function: str) -> InvalidArgumentError:
     )
 
 
+#: What stands for keywords of other packages in `connect`.
+CONNECTING: Final = {
+    **dict.fromkeys(("host", "port", "url", "server"), 'Write the address as "HOST:PORT"'),
+    "timeout": "Give timeout= to each call; wait= is for a server that is starting",
+}
+
+
+@explains_keywords(**CONNECTING)
 def connect(
     address: Address = None,
     *,
@@ -745,6 +754,7 @@ def _naming_the_program(expressions: Any, batch: Batch, names: tuple[str, ...]) 
         raise
 
 
+@explains_keywords('Give flags of `warpfit serve`, such as local("--devices", "cpu")')
 @contextmanager
 def local(*flags: str) -> Iterator[Client]:
     """Start a server on this machine for the time of a ``with`` block, and connect to it.

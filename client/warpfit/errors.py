@@ -19,11 +19,15 @@
 """
 
 import difflib
-from collections.abc import Iterable, KeysView, Mapping, Set
+from collections.abc import Callable, Iterable, KeysView, Mapping, Set
 from dataclasses import dataclass, fields
+from functools import wraps
 from importlib.util import find_spec
+from inspect import Parameter, signature
 from itertools import islice
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: Largest size of each text in bytes. An error travels in trailing metadata, which contain its
 #: texts up to four times, encoded; gRPC drops a call whose metadata are larger than 8 KiB.
@@ -250,6 +254,40 @@ def nearest_first(name: object, known: Iterable[object]) -> str:
         return listed
     listed = ", ".join(similar(name, names, _MOST_COMPARED, 0.0))
     return f"{listed[:_MOST_LISTED].rpartition(', ')[0]}, ..."
+
+
+def explains_keywords(otherwise: str = "", **words: str) -> Callable[[F], F]:
+    """Have a function refuse a keyword that it has not with a remedy, as methods of clients do.
+
+    Args:
+        otherwise: the remedy where no keyword is similar; empty for the list of keywords.
+        words: remedies for keywords of other packages.
+    """
+
+    def decorate(function: F) -> F:
+        known = [
+            name
+            for name, one in signature(function).parameters.items()
+            if one.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+            and name != "self"
+        ]
+
+        @wraps(function)
+        def checked(*arguments: Any, **keywords: Any) -> Any:
+            for name in keywords:
+                if name not in known:
+                    usual = otherwise or f"Use {nearest_first(name, known)}"
+                    raise InvalidArgumentError(
+                        f"there is no keyword {name!r}",
+                        "UNKNOWN_KEYWORD",
+                        words.get(name) or did_you_mean(name, known, usual, "="),
+                        name,
+                    )
+            return function(*arguments, **keywords)
+
+        return cast(F, checked)
+
+    return decorate
 
 
 def no_attribute(

@@ -438,6 +438,15 @@ class Fit(Shown):
         vector = self.parameters[expression]
         return self.batch.program(expression).bind(vector[start] if vector.ndim == 2 else vector)
 
+    @property
+    def texts(self) -> list[str]:
+        """The text of each expression with its fitted numbers, over the names of the variables.
+
+        Raises:
+            InvalidArgumentError: with ``all_starts``, where `formula` needs the index of a start.
+        """
+        return [to_text(self.formula(index), self.names) for index in range(len(self.batch))]
+
     def _repr_html_(self) -> str:
         return self._table(lambda program: f"${to_latex(program, self.names)}$").html()
 

@@ -392,8 +392,10 @@ class SearchResult(Shown):
         """Return a formula as `formula` does; an index below 0 counts from the last one."""
         return self.formula(range(len(self))[index])
 
-    def formula(self, index: int) -> Program:
-        """Return a formula with its fitted numbers as constants, by its index from 0."""
+    def formula(self, index: int | None = None) -> Program:
+        """Return a formula with its fitted numbers as constants, by its index from 0, or `best`."""
+        if index is None:
+            return self.best
         return self.batch.program(index).bind(self.batch.program_parameters(index)[0])
 
     @property

@@ -146,6 +146,25 @@ def writing_file(path: Path | str) -> Iterator[None]:
 # --------------------------------------------------------------------------------------- the parser
 
 _FLAG: Final = re.compile(r"--[a-z][a-z0-9-]*")
+#: Flags by the names of other programs; those that the command has are meant.
+_OTHER_FLAGS: Final = {
+    **dict.fromkeys(("--time", "--time-limit", "--max-time"), "--max-seconds"),
+    **dict.fromkeys(("--seed", "--random-seed"), "--random-state"),
+    **dict.fromkeys(("--output", "--out"), "--json"),
+    **dict.fromkeys(("--p0", "--start", "--starts", "--parameters", "--init"), "--params"),
+    **dict.fromkeys(("--features", "--variables", "--x"), "--columns"),
+    **{"--y": "--target", "--maxsize": "--max-size", "--niterations": "--generations"},
+    **{"--iterations": "--max-iterations", "--selection": "--model-selection"},
+}
+#: What is not in the shell, by flags of these names.
+_IN_PYTHON: Final = {
+    **{f"--{name.replace('_', '-')}": f"SymbolicRegressor({name}=...)"
+       for name in ("units", "target_unit", "constraints", "guesses", "sample_rows")},
+    **{f"--{name}": f"client.optimize(..., {name}=...)"
+       for name in ("bounds", "fixed", "restarts", "covariance", "intervals")},
+    **{"--latex": "program.latex(names)", "--sympy": "program.sympy(names)"},
+    **dict.fromkeys(("--code", "--export"), "program.code(language, names)"),
+}  # fmt: skip
 _CHOICE: Final = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
@@ -166,10 +185,17 @@ class CommandParser(argparse.ArgumentParser):
     def with_remedy(self, message: str) -> str:
         """Say what was meant by a slip, and how an expression that looks like a flag is written."""
         if message.startswith("unrecognized arguments"):
-            given = _FLAG.findall(message)[:1]
+            given, *_ = [*_FLAG.findall(message), ""]
             known = dict.fromkeys(_FLAG.findall(self.format_help()))
-            usual = "Quote an expression that has spaces or *"
-            message += f". {did_you_mean(given[0], known, usual) if given else usual}"
+            remedy = "" if given else "Quote an expression that has spaces or *"
+            if _OTHER_FLAGS.get(given) in known:
+                remedy = f"Write {_OTHER_FLAGS[given]}"
+            elif given in _IN_PYTHON:
+                remedy = f"That is only in Python: {_IN_PYTHON[given]}"
+            elif given:  # the dashes, which all have, say nothing of likeness
+                bare = did_you_mean(given[2:], [flag[2:] for flag in known], "")
+                remedy = bare.replace("mean ", "mean --")
+            message += f". {remedy}" if remedy else ""
         elif choice := _CHOICE.search(message):
             meant = did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]), "")
             message += f". {meant}" if meant else ""

@@ -70,7 +70,8 @@ def number(text: str) -> float:
     try:
         return cell_number(text.strip())
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text.strip()!r} is no number") from error
+        remedy = ". Write 1.5 with a point, and several with spaces between" if "," in text else ""
+        raise argparse.ArgumentTypeError(f"{text.strip()!r} is no number{remedy}") from error
 
 
 def amount(text: str) -> float:
@@ -139,9 +140,7 @@ class Table:
     groups: tuple[str, ...] = ()
     """Texts of the groups, whose numbers from 0 stand in their column; empty if it has numbers."""
 
-    def require_finite(
-        self, target: str, weights: str | None, *, of_target: bool = False
-    ) -> None:
+    def require_finite(self, target: str, weights: str | None, *, of_target: bool = False) -> None:
         """Check that a formula for the target can be searched for, or fitted with ``of_target``.
 
         Raises:

@@ -209,7 +209,7 @@ def test_errors_name_place_and_remedy(text, reason, position):
         ("t % 2", ["t"], "mod(a, b)"),
         ("t && p1", ["t"], "(a and b)"),
         ("t ? 1 : 2", ["t"], "where(a, b, c)"),
-        ("zz", ["a" * 90, "b" * 90, "zz_top"], "Variables are zz_top, aaa"),
+        ("zz", ["a" * 90, "b" * 90, "zz_top"], "Variables are zz_top, "),
     ],
 )
 def test_errors_say_what_could_be_meant(text, names, suggestion):

@@ -97,6 +97,7 @@ def test_what_cannot_be_found_harms_no_copy(found):
 def test_formulas_of_a_search_are_a_sequence(found):
     result = found["search"]
     assert [str(formula) for formula in result] == [*result.texts]
+    assert result.formula() == result.best
     assert result[-1] == result.best == result.formula(len(result) - 1)
     with pytest.raises(IndexError):
         result[len(result)]
@@ -119,6 +120,10 @@ def test_formulas_of_a_search_are_a_sequence(found):
         (lambda c, d: c.search(d, max_seconds=3), "seconds="),
         (lambda c, d: c.evaluate(d, ["np.exp(x1)"]), "without np, such as exp"),
         (lambda c, d: warpfit.define("logistic", "1/(1+exp(-a))"), "Use it as it is"),
+        (lambda c, d: warpfit.connect(host="h", port=1), 'the address as "HOST:PORT"'),
+        (lambda c, d: warpfit.connect_async(timeout=1), "timeout= to each call"),
+        (lambda c, d: warpfit.connect(adress="h:1"), "Did you mean address=?"),
+        (lambda c, d: warpfit.local(devices="cpu"), 'local("--devices", "cpu")'),
         (lambda c, d: warpfit.define("2nd", "a*a"), "begins with a letter"),
     ],
 )
@@ -289,6 +294,16 @@ def test_a_long_list_of_names_takes_no_time():
     assert len(asked) < 10_000
 
 
+def test_help_names_a_default_once(capsys):
+    with pytest.raises(SystemExit):
+        Config.from_arguments(["--help"], {"WARPFIT_CACHE_DIR": "/somewhere"})
+    told = " ".join(capsys.readouterr().out.split())
+    assert "compiled code (default: /somewhere) --" in told
+
+
+SEARCH = ["search", "t.csv", "--target", "y"]
+
+
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
@@ -297,13 +312,23 @@ def test_a_long_list_of_names_takes_no_time():
         (["search", "t.csv", "--target", "y", "--model-selection", "acuracy"], "accuracy"),
         (["eval", "t.csv", "x1", "--los", "mse", "--wieghts", "w"], "--weights"),
         (["mcp", "--rot", "."], "--root"),
+        ([*SEARCH, "--units", "kg"], "only in Python: SymbolicRegressor(units=...)"),
+        ([*SEARCH, "--latex"], "only in Python: program.latex(names)"),
+        ([*SEARCH, "--time", "3"], "Write --max-seconds"),
+        ([*SEARCH, "--seed", "3"], "Write --random-state"),
+        (["fit", "t.csv", "x1", "--target", "y", "--p0", "1", "2"], "Write --params"),
+        (["fit", "t.csv", "x1", "--target", "y", "--bounds", "0"], "client.optimize(..., bounds="),
+        (["fit", "t.csv", "x1", "--target", "y", "--params", "1,2"], "several with spaces"),
+        (["eval", "t.csv", "a", "*", "b"], "Quote an expression"),
+        ([*SEARCH, "--hurz", "3"], "unrecognized arguments: --hurz 3\n"),
     ],
 )
 def test_a_slip_in_a_command_is_answered(words, meant, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["warpfit", *words])
     with pytest.raises(SystemExit):
         main()
-    assert f"Did you mean {meant}?" in capsys.readouterr().err
+    is_slip = meant.lstrip("-").replace("-", "").isalpha()
+    assert (f"Did you mean {meant}?" if is_slip else meant) in capsys.readouterr().err
     with pytest.raises(SystemExit):
         Config.from_arguments(["--max-requsts", "3"], {})
     assert "Did you mean --max-requests?" in capsys.readouterr().err

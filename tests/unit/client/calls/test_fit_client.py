@@ -173,6 +173,7 @@ def test_a_formula_of_several_is_named(client, data):
             with pytest.raises(InvalidArgumentError, match=r"Give (a whole number from 0 to 1|0,)"):
                 ask(*place)
     assert fit.formula(-1) == fit.formula(1)
+    assert fit.texts == [str(fit.formula(0)), str(fit.formula(1))]
     np.testing.assert_array_equal(fit.band(X, 1).values, X[:, 0])
     starts = client.optimize(data, "p1*x1", [[0.0], [5.0]], all_starts=True, covariance=True)
     with pytest.raises(InvalidArgumentError, match="start is None"):

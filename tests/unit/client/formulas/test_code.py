@@ -55,6 +55,7 @@ def test_numpy_functions_take_frames_by_name():
         function(pd.DataFrame(columns).drop(columns="b"), [10])
     masked = np.ma.array([[1.0], [2.0]], mask=[[False], [True]])
     np.testing.assert_array_equal(parse("x1 + 1").to_numpy()(masked), [2.0, np.nan])
+    assert parse("2*x1").to_numpy()(np.arange(3.0)).tolist() == [0.0, 2.0, 4.0]  # one column
 
 
 @pytest.mark.parametrize(
@@ -355,3 +356,9 @@ def test_every_language_computes_what_the_reference_computes(language, cases, tm
             f"{programs[index]} with {vectors[index]} at {COLUMNS[:, at].T}: {found[index, at]}, "
             f"not {wanted[index, at]}\n{codes[index]}"
         )
+
+
+@pytest.mark.parametrize("language", ["c", "c++"])
+def test_the_name_of_a_header_is_no_word_of_a_language(language):
+    names = ["h", "include", "math"]
+    assert parse("h*include*math", names).code(language, names).names == {n: n for n in names}

@@ -382,3 +382,22 @@ def test_an_error_names_the_tree(toolbox, pset, client):
         Evaluator(client, data, pset).score([good, bad])
     assert caught.value.expression == 1
     assert len(Evaluator(client, data, pset, operators={"gate": "max"}).score([good, bad])) == 2
+
+
+def test_an_evaluator_checks_and_shows_what_it_is_made_of(pset, client):
+    pset.addPrimitive(max, 2, name="gate")
+    data = client.upload(ROWS, TARGET)
+    shown = repr(Evaluator(client, data, pset, fit_iterations=3))
+    assert shown.startswith("<Evaluator of mse on <UploadedDataset ")
+    assert shown.endswith(", 3 iterations of fits>")
+    for options, remedy in (
+        ({"operators": {"gate": "maxx"}}, "Did you mean max?"),
+        ({"operators": {"gat": "max"}}, "Did you mean gate?"),
+        ({"losss": "mse"}, "Did you mean loss=?"),
+    ):
+        with pytest.raises(InvalidArgumentError) as caught:
+            Evaluator(client, data, pset, **options)
+        assert caught.value.remedy == remedy
+    Evaluator(client, data, pset, operators={"of_another_pset": "max"})
+    with pytest.raises(InvalidArgumentError, match="data is <class 'tuple'>"):
+        Evaluator(client, (ROWS, TARGET), pset)

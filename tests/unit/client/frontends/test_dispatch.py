@@ -2,6 +2,7 @@
 
 from decimal import Decimal
 from fractions import Fraction
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -22,6 +23,20 @@ def test_other_things_are_refused(thing):
         as_program(thing)
     assert caught.value.reason == "UNKNOWN_EXPRESSION_TYPE"
     assert "SymPy" in caught.value.remedy
+
+
+@pytest.mark.parametrize("library", ["sympy", "gplearn", "pysr", "deap"])
+@pytest.mark.parametrize("given", ["add(x1, x2)", None, 3])
+def test_a_front_end_refuses_what_is_not_of_its_library(library, given):
+    if library == "sympy":
+        pytest.importorskip("sympy")
+    reader = getattr(import_module(f"warpfit.frontends.{library}"), f"from_{library}")
+    if library == "pysr" and isinstance(given, str):
+        given = object()
+    with pytest.raises(InvalidArgumentError, match=type(given).__name__) as caught:
+        reader(given)
+    assert caught.value.reason == "UNKNOWN_EXPRESSION_TYPE"
+    assert ("warpfit.parse" in caught.value.remedy) == isinstance(given, str)
 
 
 def test_lists_of_mixed_expressions():
