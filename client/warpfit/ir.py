@@ -20,12 +20,18 @@ from functools import cached_property
 from importlib import import_module
 from itertools import pairwise
 from struct import pack
-from typing import Any, Final, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from warpfit.errors import InvalidArgumentError, ProgramError, did_you_mean, require
+from warpfit.errors import (
+    InvalidArgumentError,
+    ProgramError,
+    did_you_mean,
+    no_attribute,
+    require,
+)
 from warpfit.expressions.real_numbers import (
     ParameterVectors,
     float_array,
@@ -39,6 +45,19 @@ from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIAB
 T = TypeVar("T")
 #: Module that prints programs; it imports this one.
 _PRINTER: Final = "warpfit.expressions.language"
+
+
+_COMPUTED: Final = (
+    "to_numpy(), which returns a function of X, or a client's evaluate(data, [program])"
+)
+#: What to use instead of attributes of other packages.
+_OF_PROGRAMS: Final = {
+    **dict.fromkeys(("evaluate", "eval", "execute", "predict"), _COMPUTED),
+    **dict.fromkeys(("text", "to_string", "expression", "equation", "formula"), "str(program)"),
+    **dict.fromkeys(("size", "length", "complexity", "length_"), "len(program)"),
+    **{"to_latex": "latex()", "to_sympy": "sympy()", "sympy_format": "sympy()"},
+    **{"optimize": "a client's optimize(data, [program])", "fit": "a client's optimize()"},
+}
 
 
 class Program:
@@ -83,6 +102,12 @@ class Program:
         if is_plain and (code == CONSTANT or (0 <= value < INDEX_LIMIT and value == int(value))):
             return cls._unchecked(bytes([code]), pack("=d", float(value)))
         return cls([code], [value])
+
+    if not TYPE_CHECKING:  # checkers are to refuse attributes that there are not
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError with what is meant."""
+            raise no_attribute("Program", name, dir(Program), _OF_PROGRAMS)
 
     @cached_property
     def codes(self) -> NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""Writes the instructions that come with the sources; see `engine.native.instructions`.
+"""Writes the instructions that come with the sources; see `engine.native.numba_cache`.
 
 After any change, be it of a comment, of a file that `_sources` of `system.compile_cache` lists::
 
@@ -26,8 +26,13 @@ from numba.core.environment import lookup_environment
 from warpfit.child_processes import python_child
 from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.cuda import parts as cuda
-from warpfit_server.engine.native import code_libraries
-from warpfit_server.engine.native.instructions import FILE, Function, name_of, stamp
+from warpfit_server.engine.native.numba_cache import (
+    INSTRUCTIONS,
+    Function,
+    Whole,
+    name_of,
+    stamp,
+)
 
 #: Functions are simplified for this processor before they are written: it has what all have. Numba
 #: puts Python's hashes of texts into names.
@@ -37,7 +42,7 @@ _NEUTRAL: Final = {
 }
 
 
-def write(path: Path = FILE) -> None:
+def write(path: Path = INSTRUCTIONS) -> None:
     """Compile all functions in another process, and write their instructions to a file."""
     with tempfile.TemporaryDirectory() as place:
         environment = {**os.environ, **_NEUTRAL, "NUMBA_CACHE_DIR": place}
@@ -77,7 +82,7 @@ def _compiled_functions() -> Iterator[tuple[Any, Any, Any]]:
     }
     for function in functions:
         for signature, compiled in function.overloads.items():
-            if isinstance(compiled.library, code_libraries.Whole):
+            if isinstance(compiled.library, Whole):
                 yield function.py_func, signature, compiled
 
 

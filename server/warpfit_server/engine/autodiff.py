@@ -30,13 +30,13 @@ How an invariant depends on the parameters is the same for every row, too: its d
 *entries*, invariants by which sums over a column are multiplied at the end.
 
 The row loss is numbered beside the program, over the program's result; a pass of its own gives its
-derivative by the result.
+derivative by the result. `RequestedOutputs` says what an engine computes of all that.
 """
 
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -44,8 +44,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch, Program
+from warpfit.losses import ABSOLUTE, LossFunction
 from warpfit.ops import ARITIES as OPERATOR_ARITIES
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
+from warpfit.request import OUTPUTS, Evaluation
+from warpfit_server.engine.interface import Linearisation, Outputs
 from warpfit_server.engine.lowering import (
     INVARIANT,
     NONE,
@@ -69,18 +72,20 @@ from warpfit_server.engine.lowering import (
     schedule,
 )
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.arguments import (
+from warpfit_server.engine.native.intrinsics import (
     FAILED,
     FINISHED,
     OWN_ARRAYS,
     RANGE,
+    add_atomically,
     argument_block,
     chunk_ranges,
     floats,
+    inlined,
     octets,
+    uncounted,
     words,
 )
-from warpfit_server.engine.native.intrinsics import add_atomically, inlined, uncounted
 
 # ------------------------------------------------------------------- rules of the operators
 
@@ -302,19 +307,13 @@ def _differentiate_invariant(state: Pass, top: Any, out: Lowered, header: Any) -
                 is_new = state.inner[operand] == NONE
                 _propagate_to(state, state.inner, number, k)
                 if is_new and state.inner[operand] != NONE:
-                    count = _insert(waiting, count, operand)
+                    position = count  # in ascending order
+                    while position > 0 and waiting[position - 1] > operand:
+                        waiting[position] = waiting[position - 1]
+                        position -= 1
+                    waiting[position] = operand
+                    count += 1
         state.inner[number] = NONE
-
-
-@uncounted
-def _insert(waiting: Any, count: int, number: Any) -> int:
-    """Insert a node into the ascending list; return its new length."""
-    position = count
-    while position > 0 and waiting[position - 1] > number:
-        waiting[position] = waiting[position - 1]
-        position -= 1
-    waiting[position] = number
-    return count + 1
 
 
 @uncounted
@@ -526,7 +525,7 @@ def new_workspace(source: Source, start: int, stop: int) -> LoweringWorkspace:
 
 @numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def differentiate_chunk(block: int, chunk: int) -> int:
-    """Lower a range of programs with their derivatives; see `arguments`.
+    """Lower a range of programs with their derivatives; see `argument_block`.
 
     Each is appended to what all threads have lowered, so that nothing lies in between.
     """
@@ -645,3 +644,100 @@ def _append(source: Source, made: Lowered, out: Lowered, program: int) -> None:
     header.prologue_end += start
     header.end += start
     out.headers[program] = header
+
+
+# -------------------------------------------------------------------------------- requested outputs
+
+_OUTPUTS: Final = tuple(each.name for each in fields(Outputs))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestedOutputs(Outputs):
+    """Arrays to fill, None for what is not requested; see `Outputs` and `Linearisation`."""
+
+    row_loss: Program | None = None
+    curvatures: NDArray[np.float64] | None = None
+
+    @property
+    def lowering_flags(self) -> int:
+        """Flags of the outputs that lowering has to provide, bits of `autodiff`."""
+        parameters = any(x is not None for x in (self.gradients, self.curvatures, self.jacobian))
+        variables = self.variable_gradients is not None
+        return (
+            BY_PARAMETERS * parameters
+            | BY_VARIABLES * variables
+            | LOSS * (self.row_loss is not None and not self.deviation)
+            | LOSS_DERIVATIVE * self.needs_loss_derivative
+            | SQUARES * self.is_squares
+        )
+
+    def of_programs(self, programs: slice, parameter_starts: NDArray[np.int64]) -> RequestedOutputs:
+        """Return the outputs of a range of programs; `Batch.parameter_starts` are of all."""
+        start, stop = parameter_starts[programs.start], parameter_starts[programs.stop]
+        of_parameters = {
+            output.name: slice(start, stop) for output in OUTPUTS if output.axes[0] == "parameters"
+        }
+        arrays: dict[str, Any] = {
+            each.name: array[of_parameters.get(each.name, programs)]
+            for each in fields(self)
+            if isinstance(array := getattr(self, each.name), np.ndarray)
+        }
+        arrays["cancelled"] = self.cancelled
+        first = int(programs.start)
+        return replace(self, **arrays, ready=lambda count: self.ready(first + count))
+
+    @property
+    def needs_loss_derivative(self) -> bool:
+        """Whether derivatives of the loss are requested."""
+        return self.gradients is not None or self.variable_gradients is not None
+
+    @property
+    def is_squares(self) -> bool:
+        """Whether the row loss is (f - y)^2."""
+        return self.row_loss is not None and _is_squares(self.row_loss)
+
+    @property
+    def deviation(self) -> str:
+        """``"squared"`` for (f - y)^2, ``"absolute"`` for |f - y|, else empty.
+
+        Engines compute these two from values and target themselves, in float64 for each row.
+        """
+        if self.is_squares:
+            return "squared"
+        return "absolute" if self.row_loss == ABSOLUTE else ""
+
+
+@lru_cache(64)
+def _is_squares(row_loss: Program) -> bool:
+    return LossFunction(row_loss).is_squares
+
+
+def requested_outputs(evaluation: Evaluation, outputs: Outputs) -> RequestedOutputs:
+    """Return the outputs that an evaluation requests."""
+    loss = evaluation.loss_function
+    sums = (outputs.losses, outputs.gradients, outputs.variable_gradients)
+    needs_loss = any(array is not None for array in sums)
+    return RequestedOutputs(
+        row_loss=loss.row if loss is not None and needs_loss else None,
+        **{name: getattr(outputs, name) for name in _OUTPUTS},
+    )
+
+
+def linearisation_outputs(
+    batch: Batch, row_loss: Program, *, curvature: bool, cancelled: NDArray[np.uint8]
+) -> tuple[Linearisation, RequestedOutputs]:
+    """Allocate the results of a linearisation; return them, and the request to fill them.
+
+    ``cancelled`` as in `Outputs`.
+    """
+    counts = batch.parameter_counts.astype(np.int64)
+    triangles = int((counts * (counts + 1) // 2).sum()) * batch.vectors
+    found = Linearisation(
+        losses=np.empty((len(batch), batch.vectors)),
+        gradients=np.empty(len(batch.parameters)),
+        curvatures=np.empty(triangles) if curvature else None,
+    )
+    arrays = {each.name: getattr(found, each.name) for each in fields(found)}
+    return found, RequestedOutputs(
+        values=None, ready=lambda programs: None, row_loss=row_loss, cancelled=cancelled, **arrays
+    )

@@ -16,31 +16,43 @@ and pushes its result. What is clever happens in one pass over the tokens and on
 
 Each program has its own part of the results, so threads lower ranges of programs. All of it is
 compiled by Numba.
+
+With few rows, lowering programs takes longer than running them. The driver of fits selects programs
+of the same batch with every pass; clients with a search of their own send the same programs again,
+each time in other memory. So a `LoweringCache` keeps the lowered programs of batches that come
+again.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from cachetools import LRUCache
 from numba import types
 from numpy.typing import NDArray
 
 from warpfit.errors import InternalError
 from warpfit.ir import INDEX_LIMIT, Batch
 from warpfit.ops import ARITIES, CONSTANT, OPERATORS, PARAMETER, VARIABLE
+from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.arguments import (
+from warpfit_server.engine.native.intrinsics import (
     FAILED,
     FINISHED,
     OWN_ARRAYS,
     chunk_ranges,
     floats,
+    inlined,
     octets,
     reader,
+    uncounted,
     words,
 )
-from warpfit_server.engine.native.intrinsics import inlined, uncounted
+from warpfit_server.shared_batch import BatchSummary, contents
 
 # ---------------------------------------------------------------------------- the check of tokens
 
@@ -440,7 +452,13 @@ def emit_prologue(graph: Graph, scratch: Scratch, out: Lowered, header: Any) -> 
             _locate_invariant(node, header)
             _emit(graph, node, out, header)
         else:
-            _count_uses(graph, scratch, node)
+            for k in range(graph.arities[code]):
+                graph.nodes[node.operands[k]].uses += 1
+            pending = _sort_operands(graph, scratch, node)
+            slots = 1
+            for k in range(pending):
+                slots = max(slots, graph.nodes[scratch.sorted[k]].slots + pending - 1 - k)
+            node.slots = slots
     header.prologue_end = header.end
 
 
@@ -457,18 +475,6 @@ def _is_invariant(graph: Graph, node: Any) -> bool:
         if location == NONE or location & 3 != INVARIANT:
             return False
     return True
-
-
-@uncounted
-def _count_uses(graph: Graph, scratch: Scratch, node: Any) -> None:
-    """Count a node as a use of its operands, and the slots that it needs."""
-    for k in range(graph.arities[node.code]):
-        graph.nodes[node.operands[k]].uses += 1
-    pending = _sort_operands(graph, scratch, node)
-    slots = 1
-    for k in range(pending):
-        slots = max(slots, graph.nodes[scratch.sorted[k]].slots + pending - 1 - k)
-    node.slots = slots
 
 
 @uncounted
@@ -591,7 +597,7 @@ def lowering_arrays(batch: Batch, out: Lowered) -> tuple[NDArray[Any], ...]:
 
 @numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def lower_chunk(block: int, chunk: int) -> int:
-    """Lower a range of programs; see `arguments`."""
+    """Lower a range of programs; see `argument_block`."""
     programs, _, _ = chunk_ranges(block, chunk)
     try:
         _lower(
@@ -630,3 +636,110 @@ def longest_program(starts: Any, start: int, stop: int) -> int:
     for program in range(start, stop):
         longest = max(longest, starts[program + 1] - starts[program])
     return longest
+
+
+# -------------------------------------------------------------------- the cache of lowered programs
+
+Made = TypeVar("Made")
+#: Tokens of all cached batches, some 30 MB with their derivatives.
+_MOST_TOKENS: Final = 400_000
+#: Tokens that a batch counts for at least, because small ones take memory, too.
+_LEAST_TOKENS: Final = 2_000
+#: Batches that are remembered, so that a batch that comes again is cached.
+_REMEMBERED: Final = 256
+
+
+class LoweringCache(Generic[Made]):
+    """Keeps the lowered form of batches, most recently used ones longest; safe for threads.
+
+    Args:
+        most_tokens: of all cached batches; None for `_MOST_TOKENS`.
+    """
+
+    def __init__(self, most_tokens: int | None = None) -> None:
+        self._most = most_tokens or _MOST_TOKENS
+        self._kept: LRUCache[Hashable, tuple[int, tuple[bytes, ...], Made]] = LRUCache(
+            self._most, lambda entry: max(_LEAST_TOKENS, entry[0])
+        )
+        """Tokens, contents where they are compared, and what was made."""
+        self._seen: LRUCache[Hashable, bool] = LRUCache(_REMEMBERED)
+        # Reentrant: allocating while a thread holds it may collect a batch, and so call `_forget`.
+        self._lock = threading.RLock()
+
+    def by_batch(
+        self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Steps[Made]]
+    ) -> Steps[Made]:
+        """Return the cached value for this batch, computing it once; dropped with the batch.
+
+        A batch that exceeds the limit is cached, too, and alone: every pass of a fit needs it, and
+        the limit on the memory of fits allows for it.
+
+        Args:
+            batch: in memory of its own; its parameters do not matter.
+            needs: what the result depends on beside the programs.
+            make: makes it in steps; the result must not refer to the batch.
+        """
+        key = ("batch", id(batch), *needs)
+        with self._lock:
+            known = self._kept.get(key)
+        if known is not None:
+            return known[2]
+        made = yield from make(batch)
+        with self._lock:
+            self._kept[key] = min(len(batch.codes), self._most), (), made
+        weakref.finalize(batch, self._forget, key).atexit = False
+        return made
+
+    def by_programs(
+        self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Steps[Made]]
+    ) -> Steps[Made]:
+        """Return the cached value for these programs, or compute it.
+
+        It is cached from the second time on, unless the batch exceeds the limit.
+
+        Args:
+            batch: in memory that other batches will use later; its parameters do not matter.
+            needs: what the result depends on beside the programs.
+            make: makes it in steps.
+        """
+        if self.has_come(batch, needs):
+            return (yield from self.keep(batch, needs, make))
+        return (yield from make(batch))
+
+    def has_come(self, batch: Batch, needs: tuple[Hashable, ...]) -> bool:
+        """Note the programs of a batch; return whether the same have come before, and are kept."""
+        if batch.token_count > self._most:
+            return False
+        key = ("programs", BatchSummary.of(batch).identity, *needs)
+        with self._lock:
+            has_come = key in self._seen
+            self._seen[key] = True
+        return has_come
+
+    def keep(
+        self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Steps[Made]]
+    ) -> Steps[Made]:
+        """Return the cached value for these programs, or compute and keep it; see `by_programs`."""
+        key, content = ("programs", BatchSummary.of(batch).identity, *needs), contents(batch)
+        with self._lock:
+            known = self._kept.get(key)
+        if known is not None and known[1] == content:
+            return known[2]
+        made = yield from make(batch.without_parameters())
+        with self._lock:
+            self._kept[key] = len(batch.codes), content, made
+        return made
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._kept.clear()
+            self._seen.clear()
+
+    def __len__(self) -> int:
+        """Count the cached batches."""
+        return len(self._kept)
+
+    def _forget(self, key: Hashable) -> None:
+        with self._lock:
+            self._kept.pop(key, None)

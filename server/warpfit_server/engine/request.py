@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from warpfit.errors import InternalError, WarpfitError
 from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine.interface import Engine, Outputs, Steps
-from warpfit_server.engine.native.arguments import array_address
+from warpfit_server.engine.native.intrinsics import array_address
 from warpfit_server.engine.scheduler import ScheduledRequest
 from warpfit_server.ipc.messages import Channel, ChannelClosedError, Reply, SubmitEvaluation
 from warpfit_server.ipc.segments import BEGUN, Segment
@@ -158,7 +158,14 @@ class Merger:
         )
         has_come = False
         if problem.tier == Tier.AUTO.name and problem.fit is None:
-            has_come = self._has_come(hash((layout.identity, *key)))
+            # Two threads that do this at once may forget a batch early, which does no harm.
+            batch = hash((layout.identity, *key))
+            has_come = batch in self._seen
+            if not has_come:
+                if len(self._seen) >= _REMEMBERED:
+                    self._older, self._seen = self._seen, set()
+                self._seen.add(batch)
+                has_come = batch in self._older
             if not has_come:
                 request.problem = problem._replace(tier=Tier.INTERPRETER.name)
         is_mergeable = (  # it asks for built-in losses, or these with gradients, and nothing else
@@ -191,18 +198,6 @@ class Merger:
                 return
             request.merge_from = least
         request.merge_key, request.size = key, max(work, numbers * step_size // most[1])
-
-    def _has_come(self, batch: int) -> bool:
-        """Note a batch and what is asked of it; return whether the same has come before.
-
-        Two threads that do so at the same time may forget a batch early, which does no harm.
-        """
-        if batch in self._seen:
-            return True
-        if len(self._seen) >= _REMEMBERED:
-            self._older, self._seen = self._seen, set()
-        self._seen.add(batch)
-        return batch in self._older
 
 
 def join(requests: Sequence[Request]) -> tuple[Evaluation, Outputs]:

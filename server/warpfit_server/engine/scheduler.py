@@ -286,11 +286,6 @@ class Scheduler(Generic[Item]):
             return self._take(tenant, suspect)
         return [] if self._turn is not None else self._next_of_tenants()
 
-    def _take(self, tenant: _TenantQueue[Item], first: Item) -> list[Item]:
-        """Take a request out of the queue of its tenant, with the requests merged with it."""
-        self._take_one(tenant, first)
-        return [first, *self._take_mergeable(first)]
-
     def _take_one(self, tenant: _TenantQueue[Item], request: Item) -> None:
         tenant.remove(request)
         tenant.running, tenant.began = tenant.running + 1, self._clock()
@@ -306,13 +301,14 @@ class Scheduler(Generic[Item]):
         recently = self._virtual_time - _ACTIVE
         return sum(tenant.is_waiting or tenant.charge > recently for tenant in tenants) > 1
 
-    def _take_mergeable(self, first: Item) -> list[Item]:
-        """Take the requests that are merged with the first, from the tenants in turn.
+    def _take(self, tenant: _TenantQueue[Item], first: Item) -> list[Item]:
+        """Take a request of a tenant, with those merged with it, from the tenants in turn.
 
         If there are so few that the first one runs alone, it loses its key.
         """
+        self._take_one(tenant, first)
         if first.merge_key is None or first.used:
-            return []
+            return [first]
         room, found = self.merged_size - first.size, []
         tenants = [tenant for tenant in self._tenants.values() if tenant.short.requests]
         tenants.sort(key=lambda t: t.charge)
@@ -334,7 +330,7 @@ class Scheduler(Generic[Item]):
         # Where others run, more will come: their number tells a lone caller from many.
         if 1 + len(found) + self._begun < first.merge_from:
             first.merge_key = None
-            return []
+            return [first]
         for tenant, request in found:
             self._take_one(tenant, request)
-        return [request for _, request in found]
+        return [first, *(request for _, request in found)]

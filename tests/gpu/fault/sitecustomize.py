@@ -15,19 +15,19 @@ _CODE = 'extern "C" __global__ void fault(int* address) { *address = 1; }'
 
 
 def _inject(engine: type) -> None:
-    evaluate = engine._evaluate
+    evaluate = engine.evaluate
     trigger = Path(os.environ["TEST_WARPFIT_FAULT"])
 
-    def faulty(self, resident, evaluation, outputs):
+    def faulty(self, evaluation, outputs):
         if trigger.exists():
             import cupy
 
             trigger.unlink()
             self._device.use()
             cupy.RawKernel(_CODE, "fault")((1,), (1,), (cupy.uint64(8),))
-        return evaluate(self, resident, evaluation, outputs)
+        return evaluate(self, evaluation, outputs)
 
-    engine._evaluate = faulty
+    engine.evaluate = faulty
 
 
 class _Finder(MetaPathFinder):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from support.emulators.cuda_on_host import compile_for_host, launch_on_host
 from warpfit.ir import Batch
+from warpfit.ops import OPERATORS
 from warpfit_server.engine.cuda.interpreter import source
 from warpfit_server.engine.cuda.interpreter.launches import (
     MAX_SHARED_TOKENS,
@@ -28,6 +29,13 @@ from warpfit_server.shared_batch import SharedBatch
 #: Word 0 without an index, the leaf that is loaded, and word 1 or the leaf that it names. A leaf is
 #: the index of a variable, or a slot: first token, end, first parameter, parameters.
 Instruction = tuple[int, Any, Any]
+#: Labels of instructions whose word 1 is a slot.
+_SLOT_LABELS = {
+    int(source.labels()[row.code]) + source.FROM_SLOT + odd
+    for row in OPERATORS.values()
+    for odd in (0, 1)
+    if row.arity == 2
+}
 #: Bytes on both sides of the memory that nobody may write to.
 GUARD = 256
 GARBAGE = 0xA5
@@ -84,7 +92,8 @@ class Lowered:
         for head, word in self.instructions[first : first + count + 1].tolist():
             low, leaf = head & (1 << source.INDEX_SHIFT) - 1, head >> source.INDEX_SHIFT
             loaded = self._slot(slot + leaf) if low & source.LOAD_SLOT else leaf
-            code.append((low, loaded, self._slot(slot + word) if _takes_slot(low) else word))
+            takes_slot = low & source.LABEL_MASK in _SLOT_LABELS
+            code.append((low, loaded, self._slot(slot + word) if takes_slot else word))
         return code
 
     def _slot(self, number: int) -> tuple[int, ...]:
@@ -100,8 +109,7 @@ def host_kernels() -> ctypes.CDLL:
     return compile_for_host(source.lowering_source().source)
 
 
-def layout_of(batch: Batch) -> BatchLayout:
-    """Lay out a batch."""
+def _layout_of(batch: Batch) -> BatchLayout:
     return lay_out(len(batch.codes), len(batch), len(batch.parameters))
 
 
@@ -124,9 +132,10 @@ def lower_on_host(
         group: programs that are sorted together; None for all.
         levels: stack levels of a warp.
     """
-    library, layout = host_kernels(), layout_of(batch)
+    library, layout = host_kernels(), _layout_of(batch)
     guarded = np.full(layout.end + 2 * GUARD, GARBAGE, dtype=np.uint8)
-    memory = _aligned(guarded, layout.end)
+    start = GUARD // 2 + -(guarded.ctypes.data + GUARD // 2) % 64
+    memory = guarded[start : start + layout.end]
     address = memory.ctypes.data
     group = len(batch) if group is None else group
     first_invalid = np.zeros(-(-len(batch) // group), dtype=np.uint32)
@@ -141,7 +150,6 @@ def lower_on_host(
         sizes = (count, 1, 1), (threads, 1, 1)
         assert launch_on_host(library, kernel, *sizes, [record.ctypes.data], 8 * room + (1 << 15))
     np.testing.assert_array_equal(memory[: layout.uploaded], before)
-    start = address - guarded.ctypes.data
     assert np.all(guarded[:start] == GARBAGE)
     assert np.all(guarded[start + layout.end :] == GARBAGE)
     return Lowered(batch, memory, layout, first_invalid)
@@ -151,7 +159,7 @@ def _write(batch: Batch, memory: NDArray[np.uint8]) -> None:
     """Write a batch as it is uploaded."""
     shared = SharedBatch.viewing(batch)
     places = shared.places[0].tolist()
-    for start, (address, size) in zip(layout_of(batch)[:5], places, strict=True):
+    for start, (address, size) in zip(_layout_of(batch)[:5], places, strict=True):
         ctypes.memmove(memory.ctypes.data + start, address, size)
 
 
@@ -170,24 +178,6 @@ def _record(
     return record
 
 
-def _aligned(guarded: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
-    start = GUARD // 2 + -(guarded.ctypes.data + GUARD // 2) % 64
-    return guarded[start : start + size]
-
-
-@functools.cache
-def _slot_labels() -> frozenset[int]:
-    from warpfit.ops import OPERATORS
-
-    table = source.labels()
-    binary = [int(table[row.code]) for row in OPERATORS.values() if row.arity == 2]
-    return frozenset(label + source.FROM_SLOT + odd for label in binary for odd in (0, 1))
-
-
-def _takes_slot(low: int) -> bool:
-    return low & source.LABEL_MASK in _slot_labels()
-
-
 def lower_on_device(
     device: Any,
     batch: Batch,
@@ -197,7 +187,7 @@ def lower_on_device(
     levels: int = 3,
 ) -> Lowered:
     """Lower a batch on a `CudaDevice`; see `lower_on_host`."""
-    layout = layout_of(batch)
+    layout = _layout_of(batch)
     kernels = load_lowering(device)
     with device.stream() as context:
         staging = context.pinned("batch", layout.end)

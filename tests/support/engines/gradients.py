@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from support.engines.references import outputs_for
 from warpfit.dataset import Dataset
@@ -12,25 +11,6 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import LossFunction
 from warpfit.request import Evaluation, Precision
 from warpfit_server.engine.interface import Engine, Linearisation, Outputs, run_to_end
-
-Floats = NDArray[np.float64]
-
-
-def steepest_cosine(jacobian: Floats, residuals: Floats, free: NDArray[np.bool_]) -> float:
-    """Return the largest cosine between the residuals and a column that may move.
-
-    Args:
-        jacobian: [rows, parameters].
-        residuals: prediction minus target, [rows].
-        free: which columns count, [parameters].
-    """
-    steepest = 0.0
-    for column in jacobian[:, free].T:
-        lengths = [np.abs(a).max(initial=0.0) for a in (column, residuals)]
-        if all(lengths):
-            a, b = column / lengths[0], residuals / lengths[1]
-            steepest = max(steepest, float(abs(a @ b) / np.sqrt((a @ a) * (b @ b))))
-    return steepest
 
 
 def derive(

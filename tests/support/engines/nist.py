@@ -74,14 +74,8 @@ ROUNDED_AWAY = {"Lanczos1"}
 
 def outcome(engine, problem, start):
     """Digits of parameters and sum of squares, iterations, digits of standard errors."""
-    found = fit(
-        problem.dataset,
-        [problem.formula],
-        [problem.starts[start - 1]],
-        engine=engine,
-        standard_errors=True,
-        **TIGHT,
-    )
+    given = problem.dataset, [problem.formula], [problem.starts[start - 1]]
+    found = fit(*given, engine=engine, standard_errors=True, **TIGHT)
     return (
         ordered_digits(problem, found.parameters[0], problem.certified),
         digits(found.loss[0], problem.squares),

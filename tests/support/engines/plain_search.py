@@ -240,8 +240,8 @@ _compiled = numba_cache.njit(error_model="numpy")
 _ON_CPU = {
     name: _compiled(getattr(genome, name).py_func)
     for name in (
-        *("simplify", "is_allowed", "structure_hash", "first_formula", "draw_formula"),
-        *("vary", "breed", "start_random", "tried_mark"),
+        *("simplify", "is_allowed", "structure_hash", "first_formula", "breed"),
+        *("start_random", "tried_mark"),
     )
 }
 
@@ -327,8 +327,6 @@ def _entries() -> str:
         "is_allowed": (b, (i, i, u, f, b, b, i)),
         "structure_hash": (one, (i, u, f, b, b, w)),
         "first_formula": (b, (i, i, w, u, f, b, i)),
-        "draw_formula": (b, (i, w, u, f, b)),
-        "vary": (b, (i, w, u, f, b, b, b, b, u, f, b)),
         "breed": (b, (i, i, w, u, f, i, f, b, b, b, u, f, w, w, one, b, i, w)),
         "start_random": (b, (w, one, one, one)),
         "tried_mark": (one, (one, one)),

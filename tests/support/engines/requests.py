@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from warpfit.dataset import Dataset
+from warpfit.dataset import Dataset, Layout
 from warpfit.fitting import FitRequest, FitSettings
 from warpfit.request import Evaluation, Timings
 from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import Engine, Steps
 from warpfit_server.engine.runner import RequestRunner
+from warpfit_server.ipc.engine_connection import InFlightRequest
 from warpfit_server.ipc.segments import FIT_SETTING_ARRAYS, SegmentLayout, SegmentPool
 
 
@@ -111,3 +112,15 @@ class EngineRequest:
         self.run()
         found = self.layout.results(self.segment)
         return {name: array.tobytes() for name, array in found.items()}
+
+
+def written(
+    evaluation: Evaluation, layout: Layout, pool: SegmentPool | None = None
+) -> InFlightRequest:
+    """Write a request into a segment full of other things, as a front end does."""
+    request = InFlightRequest.of_evaluation(evaluation, layout, "me")
+    pool = pool or SegmentPool(1 << 24)
+    segment = pool.acquire(request.segment_layout.nbytes, "me")
+    segment.view()[:] = np.random.default_rng(1).bytes(segment.size)
+    request.write(segment)
+    return request

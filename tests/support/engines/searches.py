@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from support.engines.plain_search import Tree, keeps_rules, keeps_units, trees_of
+from support.engines.plain_search import Tree, keeps_rules, keeps_units, tokens, trees_of
 from support.engines.references import reference_loss
 from warpfit.dataset import Dataset
 from warpfit.expressions.reference import evaluate_program
@@ -106,13 +106,14 @@ def check_front(found: SearchProgress, asked: SearchRequest, data: Dataset) -> N
     check_losses(front, asked, data)
     if front.parts is not None:  # the tokens of formulas are not those that are searched
         return
-    fitted = fitted_numbers(asked)
-    for tree, size in zip(inner_trees(found, fitted), front.sizes, strict=True):
-        complexities = asked.rules.complexities
-        assert _size(tree, complexities) == size
-        assert _columns(tree) <= set(asked.columns(data.layout))
+    complexities = asked.rules.complexities
+    for tree, size in zip(inner_trees(found, fitted_numbers(asked)), front.sizes, strict=True):
+        nodes = list(tokens(tree))
+        assert sum(complexities.get(node.name, 1) for node in nodes) == size
+        used = {int(node.value) for node in nodes if node.code == VARIABLE}
+        assert used <= set(asked.columns(data.layout))
         if asked.guesses is None:
-            assert _names(tree) <= set(asked.operators)
+            assert {node.name for node in nodes} - {""} <= set(asked.operators)
             assert keeps_rules(tree, asked)
             assert keeps_units(tree, asked)
 
@@ -145,17 +146,3 @@ def check_losses(front: Front, asked: SearchRequest, data: Dataset) -> None:
         # What R^2 leaves to 1 is a quotient, whose digits rounding takes.
         left = np.subtract(1.0, [loss, expected]) if asked.loss is Loss.R2 else [loss, expected]
         np.testing.assert_allclose(*left, rtol=max(1e-9, 10 * rounding), atol=allowed)
-
-
-def _size(tree: Tree, complexities: Any) -> int:
-    own: int = complexities.get(tree.name, 1)
-    return own + sum(_size(operand, complexities) for operand in tree.operands)
-
-
-def _columns(tree: Tree) -> set[int]:
-    own = {int(tree.value)} if tree.code == VARIABLE else set()
-    return own.union(*map(_columns, tree.operands))
-
-
-def _names(tree: Tree) -> set[str]:
-    return ({tree.name} - {""}).union(*map(_names, tree.operands))

@@ -23,8 +23,8 @@ PACKAGES = {
 ORDERS = {
     "warpfit_server": "shared_batch limits system observability config tenancy ipc data engine rpc "
     "processes",
-    "warpfit_server.engine": "native interface sum_tree lowering lowering_cache evaluation "
-    "autodiff requested_outputs fit search cpu cuda scheduler request runner loop process",
+    "warpfit_server.engine": "native interface sum_tree lowering evaluation "
+    "autodiff fit search cpu cuda scheduler request runner loop process",
     "warpfit_server.engine.cuda": "runtime math interpreter derivatives jit search",
     "warpfit": "errors expressions frontends formulas codec transport calls sklearn cli",
 }

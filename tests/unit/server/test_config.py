@@ -36,7 +36,9 @@ def test_flags_win_over_variables_over_defaults():
     config = Config.from_arguments(["--port", "2"], environment)
     assert (config.port, config.host, config.max_requests) == (2, "::1", 17)
     assert config.limits().requests == 17
+    assert Config.from_json(config.to_json()) == config
     assert Config.from_arguments([], {}) == Config()
+    assert {f"WARPFIT_{field.name.upper()}" for field in fields(Config)} == SERVER_VARIABLES
 
 
 @pytest.mark.parametrize(
@@ -86,9 +88,7 @@ def test_limits_above_the_memory_are_refused(name):
     assert (caught.value.reason, caught.value.field) == ("OVER_MEMORY", name)
 
 
-def test_json_keeps_every_setting():
-    config = Config.from_arguments(["--threads", "3", "--cache-dir", "somewhere"], {})
-    assert Config.from_json(config.to_json()) == config
+JSON = {"WARPFIT_LOG_FORMAT": "json"}
 
 
 @pytest.mark.parametrize(
@@ -110,36 +110,27 @@ def test_json_keeps_every_setting():
         (["--metrics-port", "::1"], {}),
         (["--max-tokens", "5000"], {}),
         ([], {"WARPFIT_PROBE_SECONDS": "1"}),
-    ],
-)
-def test_wrong_settings_are_refused(arguments, environment, capsys):
-    with pytest.raises(SystemExit) as caught:
-        Config.from_arguments(arguments, environment)
-    assert caught.value.code == 2
-    assert "error:" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment"),
-    [
-        (["--log-format", "json", "--port", "many"], {}),
-        (["--threads", "0", "--log-format=JSON"], {}),
-        (["--no-such-flag", "--log-f", "json"], {}),
-        (["--port"], {"WARPFIT_LOG_FORMAT": "json"}),
-        ([], {"WARPFIT_LOG_FORMAT": "json", "WARPFIT_DEVICES": "0,,1"}),
-        ([], {"WARPFIT_LOG_FORMAT": "json", "WARPFIT_THREDS": "3"}),
+        (["--port"], {}),
     ],
 )
 def test_wrong_settings_are_refused_in_the_form_of_the_log(arguments, environment, capsys):
-    with pytest.raises(SystemExit) as caught:
-        Config.from_arguments(arguments, environment)
-    assert caught.value.code == 2
-    written = capsys.readouterr()
-    (line,) = written.err.splitlines()
-    assert json.loads(line)["level"] == "error"
-    assert json.loads(line)["reason"] == "BAD_OPTION"
-    assert json.loads(line)["message"]
-    assert not written.out
+    for wrong in (
+        (arguments, environment),
+        (arguments, environment | JSON),
+        (["--log-f", "json", *arguments], environment),
+        (["--no-such-flag", "--log-format=JSON", *arguments], environment),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            Config.from_arguments(*wrong)
+        assert caught.value.code == 2
+        written = capsys.readouterr()
+        assert not written.out
+        if wrong == (arguments, environment):
+            assert "error:" in written.err
+        else:
+            (line,) = map(json.loads, written.err.splitlines())
+            assert (line["level"], line["reason"]) == ("error", "BAD_OPTION")
+            assert line["message"]
 
 
 @pytest.mark.parametrize(
@@ -161,18 +152,19 @@ def test_one_front_end_for_each_core_but_one(monkeypatch, cores, front_ends):
 
 
 @pytest.mark.parametrize(
-    ("text", "labels"),
+    ("text", "labels", "shares"),
     [
-        ("cpu", ["cpu:0"]),
-        ("CPU:3", ["cpu:0", "cpu:1", "cpu:2"]),
-        ("0", ["cuda:0"]),
-        ("3, 1", ["cuda:3", "cuda:1"]),
-        ("0,0,1,0", ["cuda:0", "cuda:0#1", "cuda:1", "cuda:0#2"]),
+        ("cpu", ["cpu:0"], [1.0]),
+        ("CPU:3", ["cpu:0", "cpu:1", "cpu:2"], [1.0] * 3),
+        ("0", ["cuda:0"], [1.0]),
+        ("3, 1", ["cuda:3", "cuda:1"], [1.0] * 2),
+        ("0,0,1,0", ["cuda:0", "cuda:0#1", "cuda:1", "cuda:0#2"], [1 / 3, 1 / 3, 1.0, 1 / 3]),
     ],
 )
-def test_every_engine_has_a_label_of_its_own(text, labels):
+def test_every_engine_has_a_label_of_its_own_and_a_share_of_its_gpu(text, labels, shares):
     found = engine_devices(check_devices(text))
     assert [device.label for device in found] == labels
+    assert [device.share for device in found] == pytest.approx(shares)
 
 
 @pytest.mark.parametrize("text", ["", "gpu", "cpu:0", "cpu:65", "-1", "0,", "0;1", "cpu,0", "1000"])
@@ -224,39 +216,40 @@ def test_an_engine_sees_its_own_gpu_only(visible, seen):
 
 
 @pytest.mark.parametrize(
-    ("returned", "meaning"),
-    [((0, "9 9\n", ""), "0,1"), ((0, "\n", ""), "cpu"), ((1, "", "no driver\n"), "cpu")],
+    ("returned", "meaning", "told"),
+    [
+        ((0, "9 9\n", ""), "0,1", None),
+        ((0, "\n", ""), "cpu", "reports none"),
+        ((1, "", "no driver\n"), "cpu", "no driver"),
+        (None, "cpu", "CuPy is not installed"),
+    ],
 )
-def test_auto_takes_all_gpus_and_else_the_cpu(monkeypatch, returned, meaning):
-    status, output, errors = returned
+def test_auto_takes_all_gpus_and_else_the_cpu(monkeypatch, returned, meaning, told):
+    status, output, errors = returned or (1, "", "")
     run = SimpleNamespace(returncode=status, stdout=output, stderr=errors)
-    monkeypatch.setattr(machine, "find_spec", lambda name: True)
+    monkeypatch.setattr(machine, "find_spec", lambda name: returned)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: run)
     assert resolve_devices("auto") == meaning
-    if meaning == "cpu":
-        with pytest.raises(UnavailableError, match=errors.strip() or "reports none"):
-            resolve_devices("all")
-    else:
-        assert resolve_devices("all") == meaning
-
-
-def test_without_cupy_nothing_is_asked(monkeypatch):
-    monkeypatch.setattr(machine, "find_spec", lambda name: None)
-    assert resolve_devices("auto") == "cpu"
     assert resolve_devices("1,2") == "1,2"
-    with pytest.raises(UnavailableError, match="CuPy is not installed"):
-        resolve_devices("all")
+    if told is None:
+        assert resolve_devices("all") == meaning
+    else:
+        with pytest.raises(UnavailableError, match=told):
+            resolve_devices("all")
 
 
 # ---------------------------------------------------------------------------------------- addresses
 
 
-def test_a_port_of_another_program_is_in_use():
+def test_a_port_of_another_program_or_for_root_only_is_named():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(UnavailableError, match="another program listens there") as caught:
             reserve_port("127.0.0.1", port, "--port")
     assert caught.value.reason == "PORT_IN_USE"
+    error = cannot_listen("127.0.0.1", 80, "--port", OSError(errno.EACCES, "Permission denied"))
+    assert error.reason == "PORT_FORBIDDEN"
+    assert "1024" in error.remedy
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid", "a" * 300])
@@ -265,12 +258,6 @@ def test_a_host_that_is_not_this_machine_is_named_with_the_systems_words(host):
         reserve_port(host, 0, "--host")
     assert caught.value.reason == "NO_SUCH_HOST"
     assert len(caught.value.message) > len(f"cannot listen on {host}:0: ")
-
-
-def test_a_port_that_is_for_root_only():
-    error = cannot_listen("127.0.0.1", 80, "--port", OSError(errno.EACCES, "Permission denied"))
-    assert error.reason == "PORT_FORBIDDEN"
-    assert "1024" in error.remedy
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", ""])
@@ -295,14 +282,6 @@ def test_threads_are_divided():
     assert [config.engine_threads(number) for number in range(3)] == [3, 3, 2]
     assert Config(devices="cpu:3", threads=1).engine_threads(2) == 1
     assert Config(devices="cpu").engine_threads(0) is None
-
-
-def test_engines_on_the_same_gpu_divide_its_memory():
-    assert [device.share for device in engine_devices("0,1,0")] == [0.5, 1.0, 0.5]
-
-
-def test_variables_are_those_of_the_settings():
-    assert {f"WARPFIT_{field.name.upper()}" for field in fields(Config)} == SERVER_VARIABLES
 
 
 @pytest.mark.parametrize(

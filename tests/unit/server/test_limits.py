@@ -70,12 +70,11 @@ def test_the_size_of_a_result_counts_every_output():
         "variable_gradient": 8 * 14 * DATA.layout.variables,
         "reductions": 8 * 14 * 5,
     }
-    base = 8 * 14
     for output, size in needed.items():
-        wanted = _evaluation(**{output: True})
-        module.check_result(wanted, DATA.layout, Limits(result_bytes=base + size))
+        wanted = _evaluation(**{output: True}), DATA.layout
+        module.check_result(*wanted, Limits(result_bytes=8 * 14 + size))
         with pytest.raises(ResourceExhaustedError, match="--max-result-bytes"):
-            module.check_result(wanted, DATA.layout, Limits(result_bytes=base + size - 1))
+            module.check_result(*wanted, Limits(result_bytes=8 * 14 + size - 1))
 
 
 def test_the_memory_of_searches_is_limited():

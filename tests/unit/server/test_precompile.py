@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,18 +16,16 @@ from warpfit_server.system.compile_cache import engine_environment
 #: Prints how many things an engine's start, an evaluation and a gradient compile, with which the
 #: code of fits is loaded, too.
 SCRIPT = """
-import subprocess
-import numpy as np
+import sys
 from numba.core import compiler
-from warpfit.dataset import Dataset
-from warpfit.ir import Batch
-from warpfit.parse import parse
-from warpfit.request import Evaluation, Loss
-from warpfit_server.engine.native import compile_processes
+sys.path.append(sys.argv[1])
+from support.engines.gradients import ask
+from support.servers.examples import DATA, an_evaluation
+from warpfit.request import Loss
 from warpfit_server.engine.cpu.codegen import kernels
-from warpfit_server.engine.interface import Outputs, run_to_end
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.fit import bfgs, levenberg_marquardt, separable
+from warpfit_server.engine.native import compile_processes
 
 count = 0
 
@@ -41,17 +40,8 @@ compiler.compile_extra = counted(compiler.compile_extra)
 kernels._compile = counted(kernels._compile)
 compile_processes.python_child = counted(compile_processes.python_child)
 engine = CpuEngine(1)
-data = Dataset.of(np.ones((2, 1)), np.ones(2))
-engine.load(data)
-batch = Batch.of([parse("x1 * p1")], [np.ones(1)]).copy()
 for gradient in (False, True):
-    evaluation = Evaluation(
-        data.content_id, batch, loss=Loss.MSE, values=False, gradient=gradient
-    )
-    gradients = np.zeros(1) if gradient else None
-    flag = np.zeros(1, np.uint8)
-    outputs = Outputs(None, np.zeros((1, 1)), flag, lambda _: None, gradients=gradients)
-    run_to_end(engine.evaluate(evaluation, outputs))
+    ask(engine, DATA, an_evaluation(loss=Loss.MSE, gradient=gradient))
 for function in (levenberg_marquardt.advance, bfgs.advance, separable.mark_linear):
     assert function.signatures, "fits load nothing after a pass of the engine"
 print(count)
@@ -65,7 +55,7 @@ def test_a_start_and_the_first_calls_compile_nothing():
     command = [sys.executable, "-c", "from warpfit.cli.main import main; main(['precompile'])"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.count(" s\n") == 1
-    command = [sys.executable, "-c", SCRIPT]
+    command = [sys.executable, "-c", SCRIPT, Path(__file__).parents[2]]  # where it finds `support`
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "0\n"
 

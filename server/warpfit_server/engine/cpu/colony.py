@@ -33,20 +33,22 @@ from warpfit_server.engine.cpu.interpreter import INVARIANT_WIDTH, ONE_SPAN, Chu
 from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.lowering import COPY_CODE
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.arguments import (
+from warpfit_server.engine.native.intrinsics import (
     FAILED,
     FINISHED,
     OWN_ARRAYS,
     RANGE,
+    aligned,
+    call_kernel,
     chunk_ranges,
     floats,
+    inlined,
     octets,
     pointer32,
     pointer64,
     reader,
     words,
 )
-from warpfit_server.engine.native.intrinsics import aligned, call_kernel, inlined
 from warpfit_server.engine.native.numba_cache import address_of
 from warpfit_server.engine.search.colony import (
     CLOSE,
@@ -774,10 +776,7 @@ class CpuColony:
         self._state["generation"] += np.uint64(1)
         yield from self._run(self._work(breed_chunk, self.children))
         yield from self._compete(self.children)
-        yield from self._remember()
-
-    def _remember(self) -> Steps[None]:
-        """Keep the children that came closest to each place, as far as a fit may help them."""
+        # Those that came closest to each place are kept, as far as a fit may help them.
         for first in range(0, len(self._scores), _AT_ONCE):
             some = slice(first, first + _AT_ONCE)
             children, known = self.children.some(some), self._closest.some(some)

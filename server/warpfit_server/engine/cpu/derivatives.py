@@ -46,6 +46,7 @@ from warpfit.losses import DIFFERENCE, mentions_weight
 from warpfit.request import Evaluation
 from warpfit_server.engine.autodiff import (
     LOSS,
+    RequestedOutputs,
     RowLossTokens,
     allocate_differentiated,
     differentiate_chunk,
@@ -84,23 +85,24 @@ from warpfit_server.engine.cpu.statistics import MOMENTS, REDUCTIONS, from_zero,
 from warpfit_server.engine.interface import Arithmetic, Steps, edges_of
 from warpfit_server.engine.lowering import NONE, Lowered, allocate, lower_chunk
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.arguments import (
+from warpfit_server.engine.native.intrinsics import (
     CANCEL_FLAG,
     CANCELLED,
     FAILED,
     FINISHED,
     OWN_ARRAYS,
     SPANS,
+    call_kernel,
+    call_sum,
     chunk_ranges,
     floats,
+    inlined,
     octets,
     pointer32,
     pointer64,
     ranges,
     words,
 )
-from warpfit_server.engine.native.intrinsics import call_kernel, call_sum, inlined
-from warpfit_server.engine.requested_outputs import RequestedOutputs
 from warpfit_server.engine.sum_tree import add_nodes, carry, node_sums
 
 #: What row losses are computed with.
@@ -380,7 +382,7 @@ class ChunkSums(NamedTuple):
 
 @numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def linearise_chunk(block: int, chunk: int) -> int:
-    """Run a range of instances over a span of rows; see `arguments`.
+    """Run a range of instances over a span of rows; see `argument_block`.
 
     The nodes of an argument block, [spans, numbers], are the sums of all instances, their
     reductions and their moments.

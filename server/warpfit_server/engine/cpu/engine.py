@@ -37,6 +37,11 @@ from warpfit.request import Evaluation, Loss, Precision, Timings
 from warpfit.searching import SearchProgress, SearchRequest
 from warpfit.server_info import Device
 from warpfit_server.engine import interface
+from warpfit_server.engine.autodiff import (
+    RequestedOutputs,
+    linearisation_outputs,
+    requested_outputs,
+)
 from warpfit_server.engine.cpu import derivatives
 from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.cpu.codegen.kernels import Kernels, KernelSet
@@ -53,16 +58,16 @@ from warpfit_server.engine.cpu.interpreter import (
     weights_of,
 )
 from warpfit_server.engine.interface import Arithmetic, Passes
-from warpfit_server.engine.lowering import Lowered, are_valid, check_tokens, lower_chunk
-from warpfit_server.engine.lowering_cache import LoweringCache
+from warpfit_server.engine.lowering import (
+    Lowered,
+    LoweringCache,
+    are_valid,
+    check_tokens,
+    lower_chunk,
+)
 from warpfit_server.engine.native.compile_processes import BACKGROUND, NICE, WANTED
 from warpfit_server.engine.native.numba_cache import address_of
 from warpfit_server.engine.native.parallel_loop import ParallelLoop
-from warpfit_server.engine.requested_outputs import (
-    RequestedOutputs,
-    linearisation_outputs,
-    requested_outputs,
-)
 from warpfit_server.engine.sum_tree import add_nodes
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.system.machine import available_cores

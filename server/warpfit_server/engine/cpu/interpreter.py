@@ -34,7 +34,7 @@ from warpfit.ops import KERNEL_FUNCTIONS, OPERATORS
 from warpfit.request import Evaluation
 from warpfit_server.engine.lowering import NONE, Lowered, allocate, lowered_of, lowering_arrays
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.arguments import (
+from warpfit_server.engine.native.intrinsics import (
     CANCEL_FLAG,
     CANCELLED,
     FAILED,
@@ -43,8 +43,11 @@ from warpfit_server.engine.native.arguments import (
     RANGE,
     SPANS,
     argument_block,
+    call_kernel,
+    call_sum,
     chunk_ranges,
     floats,
+    inlined,
     octets,
     pointer32,
     pointer64,
@@ -52,7 +55,6 @@ from warpfit_server.engine.native.arguments import (
     reader,
     words,
 )
-from warpfit_server.engine.native.intrinsics import call_kernel, call_sum, inlined
 from warpfit_server.engine.sum_tree import block_rows, carry, node_rows, node_sums
 from warpfit_server.limits import MOST_BLOCKS, MOST_SUMS, spans_of_long_programs
 
@@ -160,7 +162,7 @@ class Memory(NamedTuple):
 
 @numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def interpret_chunk(block: int, chunk: int) -> int:
-    """Run a range of instances over a span of rows; see `arguments`."""
+    """Run a range of instances over a span of rows; see `argument_block`."""
     instances, rows, span = chunk_ranges(block, chunk)
     losses = floats(block, _LOSSES)
     count = len(losses) // len(ranges(block, SPANS))
@@ -256,20 +258,16 @@ def run_prologue(inputs: Inputs, instance: int, invariants: int) -> None:
         value = load.value
         if load.parameter != NONE:
             value = inputs.parameters[start + vector * count + load.parameter]
-        _store_invariant(invariants + load.invariant * INVARIANT_WIDTH, context.item_bytes, value)
+        # As wide as a kernel's step.
+        address = invariants + load.invariant * INVARIANT_WIDTH
+        if context.item_bytes == 4:
+            carray(pointer32(address), INVARIANT_WIDTH // 4)[:] = np.float32(value)
+        else:
+            carray(pointer64(address), INVARIANT_WIDTH // 8)[:] = value
     bases = (invariants, invariants, invariants, invariants)
     pitches = (INVARIANT_WIDTH, INVARIANT_WIDTH, INVARIANT_WIDTH, INVARIANT_WIDTH)
     width = INVARIANT_WIDTH // context.item_bytes
     run_instructions(inputs, header.start, header.prologue_end, bases, pitches, width)
-
-
-@inlined
-def _store_invariant(address: int, item_bytes: int, value: float) -> None:
-    """Store an invariant as wide as a kernel's step."""
-    if item_bytes == 4:
-        carray(pointer32(address), INVARIANT_WIDTH // 4)[:] = np.float32(value)
-    else:
-        carray(pointer64(address), INVARIANT_WIDTH // 8)[:] = value
 
 
 @inlined
@@ -342,7 +340,7 @@ class ChunkedWork:
     """Work that threads can share."""
 
     function: int
-    """Address of what runs a chunk; see `warpfit_server.engine.native.arguments`."""
+    """Address of what runs a chunk; see `warpfit_server.engine.native.intrinsics`."""
     arrays: tuple[NDArray[Any], ...]
     """Own arrays of its argument block."""
     cut: Cut

@@ -8,8 +8,7 @@ import numpy as np
 from numba import carray
 from numpy.typing import NDArray
 
-from warpfit_server.engine.native.arguments import pointer32, pointer64
-from warpfit_server.engine.native.intrinsics import inlined
+from warpfit_server.engine.native.intrinsics import inlined, pointer32, pointer64
 from warpfit_server.engine.sum_tree import tree_of
 
 Floats = NDArray[np.float64]

@@ -2,12 +2,17 @@
 
 Values and the built-in losses, with their gradients, are interpreted or compiled. Other
 derivatives, user-defined losses and statistics are always interpreted.
+
+The device's colony of a search scores genomes that are whole formulas. Where they call functions
+(templates, functions of the caller), or have to rise and fall with variables, the CPU's engine
+searches, on the threads of the host (`HostSearches`).
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -45,8 +50,8 @@ from warpfit_server.engine.cuda.runtime.device import (
     CudaDevice,
     PageLocks,
 )
-from warpfit_server.engine.cuda.search.host import HostSearches
 from warpfit_server.engine.cuda.tier_chooser import Decision, TierChooser, WorkKind
+from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import (
     Arithmetic,
     EngineBrokenError,
@@ -65,6 +70,7 @@ from warpfit_server.shared_batch import BatchSummary
 from warpfit_server.system.machine import available_cores
 
 if TYPE_CHECKING:
+    from warpfit_server.engine.cpu.engine import CpuEngine
     from warpfit_server.engine.search.colony import Colony
 
 _LOG: Final = logging.getLogger("warpfit.engine")
@@ -201,11 +207,40 @@ class CudaEngine:
         """
         resident = self._resident(evaluation.dataset_id)
         self._device.use()
+        # Only values, or a built-in loss with its gradient, have other tiers.
+        needs_derivatives = (
+            evaluation.jacobian
+            or evaluation.variable_gradient
+            or evaluation.reductions
+            or evaluation.needs_moments
+            or evaluation.custom_loss is not None
+            or (evaluation.gradient and evaluation.values)
+        )
         try:
-            if not _is_compilable(evaluation):
-                tier = yield from self._derivative_tier()
-                return (yield from tier.evaluate(resident, evaluation, outputs))
-            return (yield from self._evaluate(resident, evaluation, outputs))
+            if needs_derivatives:
+                derivatives = yield from self._derivative_tier()
+                return (yield from derivatives.evaluate(resident, evaluation, outputs))
+            tier, compiled = evaluation.tier, None
+            if tier is Tier.AUTO:
+                compiled = self._choose(resident, evaluation)
+                tier = Tier.INTERPRETER if compiled is None else Tier.COMPILED
+            work = resident, evaluation, outputs
+            if tier is Tier.COMPILED:
+                steps = self._compiled.evaluate(*work, compiled)
+            elif evaluation.gradient:
+                steps = (yield from self._derivative_tier()).evaluate(*work)
+            else:
+                steps = self._interpreter.evaluate(*work)
+            timings, host_time = yield from timed(steps)
+            # Evaluations that waited for a compiler, or for rows, tell no rates of the tiers. Only
+            # batches that it chooses for need the chooser: new ones are many, and always
+            # interpreted.
+            is_known = tier is Tier.INTERPRETER or timings.cache_hits
+            if evaluation.tier is Tier.AUTO and not resident.is_streamed and is_known:
+                # Other requests have their steps in between, whose time is none of the tier's.
+                seconds = 1e-9 * (host_time + timings.compute)
+                self._chooser.observe(tier, *_work(resident, evaluation), seconds)
+            return timings
         except self._device.errors as error:
             raise self._translate(error) from error
 
@@ -351,31 +386,6 @@ class CudaEngine:
             self._device.use()
         return loading.result()
 
-    def _evaluate(
-        self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
-    ) -> Steps[Timings]:
-        tier, compiled = evaluation.tier, None
-        if tier is Tier.AUTO:
-            compiled = self._choose(resident, evaluation)
-            tier = Tier.INTERPRETER if compiled is None else Tier.COMPILED
-        interpreter: InterpreterTier | DerivativeTier = self._interpreter
-        if evaluation.gradient and tier is not Tier.COMPILED:
-            interpreter = yield from self._derivative_tier()
-        work = resident, evaluation, outputs
-        if tier is Tier.COMPILED:
-            steps = self._compiled.evaluate(*work, compiled)
-        else:
-            steps = interpreter.evaluate(*work)
-        timings, host_time = yield from timed(steps)
-        # Evaluations that waited for a compiler, or for rows, tell no rates of the tiers. Only
-        # batches that it chooses for need the chooser: new ones are many, and always interpreted.
-        is_known = tier is Tier.INTERPRETER or timings.cache_hits
-        if evaluation.tier is Tier.AUTO and not resident.is_streamed and is_known:
-            # Other requests have their steps in between, whose time is none of the tier's.
-            seconds = 1e-9 * (host_time + timings.compute)
-            self._chooser.observe(tier, *_work(resident, evaluation), seconds)
-        return timings
-
     def _resident(self, dataset_id: bytes) -> ResidentDataset:
         with self._lock:
             resident = self._residents.get(dataset_id)
@@ -413,18 +423,6 @@ class CudaEngine:
             _LOG.warning("a batch was not compiled: %s", error)
 
 
-def _is_compilable(evaluation: Evaluation) -> bool:
-    """Return whether only values, or a built-in loss with its gradient, are wanted."""
-    return not (
-        evaluation.jacobian
-        or evaluation.variable_gradient
-        or evaluation.reductions
-        or evaluation.needs_moments
-        or evaluation.custom_loss is not None
-        or (evaluation.gradient and evaluation.values)
-    )
-
-
 def _work(resident: ResidentDataset, evaluation: Evaluation) -> tuple[WorkKind, int]:
     """Return the kind of work of an evaluation, and its token-rows."""
     layout = resident.dataset.layout
@@ -448,3 +446,59 @@ def _warm_up(engine: CudaEngine, tier: Tier) -> None:
         for _ in range(2):
             run_to_end(engine.evaluate(evaluation, outputs))
         engine.unload(dataset.content_id)
+
+
+# ----------------------------------------------------------------------------- searches on the host
+
+
+class HostSearches:
+    """The CPU's engine beside a GPU's, which begins with the first search that needs it.
+
+    Args:
+        threads: threads that it may use.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._engine: Future[CpuEngine] | None = None
+
+    @staticmethod
+    def are_needed(request: SearchRequest) -> bool:
+        """Return whether a search is one that the device does not know."""
+        is_composed = request.template is not None or bool(request.definitions)
+        return is_composed or bool(request.monotonic)
+
+    def search(
+        self,
+        request: SearchRequest,
+        datasets: Passes,
+        *,
+        cancelled: NDArray[np.uint8],
+        report: Callable[[SearchProgress], None],
+    ) -> Steps[SearchProgress]:
+        """Search for formulas; see `warpfit_server.engine.interface.Engine.search`."""
+        if self._engine is None:
+            self._engine = WANTED.submit(self._begin)
+        yield self._engine
+        engine, given = self._engine.result(), datasets.whole(request.dataset_id)
+        # Another search may have the same data.
+        own = Dataset.resident(given.layout, given.matrix, os.urandom(32))
+        loaded = LoadedDatasets(engine)
+        loaded.load(own)
+        try:
+            asked = replace(request, dataset_id=own.content_id)
+            return (yield from engine.search(asked, loaded, cancelled=cancelled, report=report))
+        finally:
+            loaded.unload(own.content_id)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        engine = self._engine
+        if engine is not None and not engine.cancel() and engine.exception() is None:
+            engine.result().close()
+
+    def _begin(self) -> CpuEngine:
+        # Imported on first use, because importing it delays the start of the server.
+        from warpfit_server.engine.cpu.engine import CpuEngine
+
+        return CpuEngine(self._threads)

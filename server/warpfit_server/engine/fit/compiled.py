@@ -13,9 +13,9 @@ from warpfit_server.engine.fit import (
     bfgs,
     levenberg_marquardt,
     linear_model,
-    orthogonal,
     separable,
     starts,
+    triangles,
 )
 from warpfit_server.engine.fit.searches import SearchLimits
 from warpfit_server.engine.native import numba_cache
@@ -36,7 +36,7 @@ def load() -> None:
     values = types.Array(types.float64, 1, "C", readonly=True)
     flag = types.uint8[::1]
     found = _ROWS, _ROWS, values, values, types.int64[::1], _ROWS, _NUMBERS, _NUMBERS
-    numba_cache.load(orthogonal.absorb, types.void(*found, flag))
+    numba_cache.load(triangles.absorb, types.void(*found, flag))
     places = types.int64[::1]
     mark_linear = types.void(codes, values, places, places, _COUNTS, _COUNTS, _NUMBERS)
     numba_cache.load(separable.mark_linear, mark_linear)

@@ -30,23 +30,20 @@ from numpy.typing import NDArray
 from warpfit.calls.splitting import even_bounds
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError
+from warpfit.evidence import covariance_of
 from warpfit.fitting import FitProgress, FitRequest, FitResult, Method, Missing, Tolerances
 from warpfit.ir import Program
 from warpfit.losses import SQUARES as SQUARED_DIFFERENCES
 from warpfit.losses import TargetStatistics, close_losses, mentions_weight
 from warpfit.request import Evaluation, Precision, Timings
-from warpfit_server.engine.fit import bfgs, levenberg_marquardt, linear_model, orthogonal, starts
+from warpfit_server.engine.fit import bfgs, levenberg_marquardt, linear_model, starts, triangles
 from warpfit_server.engine.fit.bfgs import has_kinks, squared_slope
-from warpfit_server.engine.fit.covariance import (
-    estimate_covariances,
-    full_curvatures,
-    standard_errors,
-)
 from warpfit_server.engine.fit.searches import (
     BEGINS,
     ENDING,
     EVALUATIONS,
     FACTOR,
+    FREE,
     INITIAL,
     ITERATIONS,
     LEAVES_FLOAT32,
@@ -54,6 +51,7 @@ from warpfit_server.engine.fit.searches import (
     LOSS,
     LOSS_CHANGE,
     NOT_FINITE,
+    PAIRS,
     PARAMETERS,
     PULL,
     REASON,
@@ -61,6 +59,7 @@ from warpfit_server.engine.fit.searches import (
     RUNNING,
     SQUARES,
     STIFFNESS,
+    TOKENS,
     TRIAL,
     WANTED,
     Floats,
@@ -70,9 +69,9 @@ from warpfit_server.engine.fit.searches import (
     X,
     diagonals,
     one_vector_each,
+    spread,
 )
 from warpfit_server.engine.fit.separable import COLUMNS, mark_linear, operator_table
-from warpfit_server.engine.fit.spread import TOKENS, spread
 from warpfit_server.engine.fit.starts import Scales, VariableSizes, with_restarts, without_missing
 from warpfit_server.engine.interface import (
     Linearisation,
@@ -273,8 +272,15 @@ class _Driver:
         return (yield from self._result())
 
     def _run_selected(self) -> Steps[None]:
-        """Advance until every selected search has ended or the time is used up."""
-        yield from self._evaluate_starts()
+        """Advance until every selected search has ended or the time is used up.
+
+        Small searches go to their end at once if the engine can do that.
+        """
+        yield from self._run_small()
+        if self._active.running.any():
+            yield from self._evaluate_first()
+        if (yield from self._is_undefined()):
+            self._all.counters[:, REASON] = NOT_FINITE
         with self._interrupted_at_deadline():
             deadline, report = self._context.deadline, self._context.report
             while (yield from self._on_fit_thread(self._drop_finished)):
@@ -304,17 +310,6 @@ class _Driver:
     def _check_cancelled(self) -> None:
         if self._context.cancelled[0]:
             raise CancelledError("the fit was cancelled", "CANCELLED")
-
-    def _evaluate_starts(self) -> Steps[None]:
-        """Evaluate the starts, and set up what each method needs to know of them.
-
-        Small searches go on to their end if the engine can do that.
-        """
-        yield from self._run_small()
-        if self._active.running.any():
-            yield from self._evaluate_first()
-        if (yield from self._is_undefined()):
-            self._all.counters[:, REASON] = NOT_FINITE
 
     def _run_small(self) -> Steps[None]:
         """Run the selected searches that the engine can run by itself."""
@@ -348,7 +343,17 @@ class _Driver:
     def _evaluate_first(self) -> Steps[None]:
         """Evaluate the active searches for the first time."""
         active, first = self._active, (yield from self._linearise(curvature=True))
-        active.counters[self._leaves_float32(first), REASON] = LEAVES_FLOAT32
+        # Squares of searches that begin may leave float32, in which fast mode computes.
+        if small := self._small_squares:
+            sums = first.losses.reshape(-1)
+            leaves = ~np.isfinite(sums) | (sums < small)
+            assert first.curvatures is not None
+            columns, slopes = first.curvatures[diagonals(active.counts)], first.gradients
+            columns_leave = ~np.isfinite(columns) | ((columns < small) & (slopes != 0.0))
+            owner = np.repeat(np.arange(len(active)), active.counts)
+            leaves[owner[columns_leave | ~np.isfinite(slopes)]] = True
+            leaves &= active.counters[:, EVALUATIONS] == 0
+            active.counters[leaves, REASON] = LEAVES_FLOAT32
         if self._is_lm:
             yield from self._on_fit_thread(self._mark_linear)
         else:
@@ -366,20 +371,6 @@ class _Driver:
         """Sum of squares below which fast mode is given up; 0 in the precise one."""
         is_fast = self._problem.precision is Precision.FAST
         return _SMALL_IN_FLOAT32 * (self._rows.stop - self._rows.start) if is_fast else 0.0
-
-    def _leaves_float32(self, first: Linearisation) -> NDArray[np.bool_]:
-        """Tell of which searches that begin squares leave float32, in which fast mode computes."""
-        active, small = self._active, self._small_squares
-        if not small:
-            return np.zeros(len(active), dtype=bool)
-        sums = first.losses.reshape(-1)
-        leaves = ~np.isfinite(sums) | (sums < small)
-        assert first.curvatures is not None
-        columns, slopes = first.curvatures[diagonals(active.counts)], first.gradients
-        columns_leave = ~np.isfinite(columns) | ((columns < small) & (slopes != 0.0))
-        owner = np.repeat(np.arange(len(active)), active.counts)
-        leaves[owner[columns_leave | ~np.isfinite(slopes)]] = True
-        return np.asarray(leaves & (active.counters[:, EVALUATIONS] == 0))
 
     def _is_undefined(self) -> Steps[bool]:
         """Whether the loss has no value for any parameters, or the target's squares vanish."""
@@ -501,7 +492,7 @@ class _Driver:
             batch = replace(batch, parameters=active.vectors[X, columns])
             factors, rights = np.zeros(int(squares.sum())), np.zeros(int(columns.sum()))
             numbers = len(rights) + len(batch)
-            step = max(orthogonal.BLOCK, JACOBIAN_NUMBERS // 2 // numbers & -orthogonal.BLOCK)
+            step = max(triangles.BLOCK, JACOBIAN_NUMBERS // 2 // numbers & -triangles.BLOCK)
             step = min(step, self._rows.stop - self._rows.start)
             # While some rows are worked into the factors, the engine computes the next ones.
             rooms, absorbing = np.empty((2, numbers * step)), list[Future[None]]()
@@ -552,9 +543,9 @@ class _Driver:
         absorbing = []
         for first, stop in pairwise(bounds):
             own = slice(columns[first], columns[stop])
-            scratch = np.empty((int(counts[first:stop].max()) + 2, orthogonal.BLOCK))
+            scratch = np.empty((int(counts[first:stop].max()) + 2, triangles.BLOCK))
             absorb = partial(
-                orthogonal.absorb,
+                triangles.absorb,
                 *(jacobian[own], values[first:stop], dataset.target[part], weights),
                 *(counts[first:stop], scratch, factors[squares[first] : squares[stop]]),
                 *(rights[own], self._context.cancelled),
@@ -588,8 +579,15 @@ class _Driver:
 
     def _drop_finished(self) -> bool:
         """Keep the outcomes of ended searches, shrink the batch if it pays; False if all ended."""
-        active = self._active
-        self._end_beside_exact()
+        active, vectors = self._active, self._problem.batch.vectors
+        # Where a start has led to rounding errors, the others of its program end.
+        if vectors > 1 and not self._request.settings.all_starts and self._limits.target > 0.0:
+            rounding = linear_model.ROUNDINGS * (2.0**-24 if self._limits.single else 2.0**-53)
+            exact = active.numbers[:, LOSS] <= rounding * rounding * self._limits.target
+            if exact.any():
+                programs = self._places // vectors
+                beside = active.running & np.isin(programs, programs[exact])
+                active.counters[beside, REASON] = LOSS_CHANGE
         running = active.running
         ended = len(running) - int(running.sum())
         if not ended or (ended < len(running) and ended < _SHRINK_SHARE * len(running)):
@@ -600,18 +598,6 @@ class _Driver:
             return False
         self._select(self._places[running], active.only(running))
         return True
-
-    def _end_beside_exact(self) -> None:
-        """End the searches of programs of which another start has led to rounding errors."""
-        active, vectors = self._active, self._problem.batch.vectors
-        if vectors == 1 or self._request.settings.all_starts or not self._limits.target > 0.0:
-            return
-        rounding = linear_model.ROUNDINGS * (2.0**-24 if self._limits.single else 2.0**-53)
-        exact = active.numbers[:, LOSS] <= rounding * rounding * self._limits.target
-        if exact.any():
-            programs = self._places // vectors
-            beside = active.running & np.isin(programs, programs[exact])
-            active.counters[beside, REASON] = LOSS_CHANGE
 
     def _select(self, places: Integers, searches: Searches) -> None:
         """Go on with some of the searches, given their indices in ``_all``."""
@@ -731,3 +717,60 @@ def _pieces(work: Floats) -> list[Piece]:
     places = (np.cumsum(work) / _PIECE).astype(np.int64)
     edges = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(work)]
     return [(slice(*edge), float(work[slice(*edge)].sum())) for edge in pairwise(edges)]
+
+
+# -------------------------------------------------------------------------------------- covariances
+
+
+def estimate_covariances(searches: Searches, rows: int | None, result: Floats, some: slice) -> None:
+    """Estimate the covariance of the parameters of some searches.
+
+    It is `warpfit.evidence.covariance_of`; bounds are ignored.
+
+    Args:
+        searches: with the loss and the curvature at the final parameters.
+        rows: number of rows whose weight is not 0; None if weights are inverse variances, so that
+            s^2 is 1.
+        result: the matrices [n, n] of all searches, one after the other; flat.
+        some: the searches whose matrices are filled in.
+    """
+    counts = searches.counts[some]
+    for n in np.unique(counts[counts > 0]).tolist():
+        chosen = some.start + np.flatnonzero(counts == n)
+        matrices = _matrices(searches, chosen, n)
+        columns = searches.edges[chosen, PARAMETERS][:, None] + np.arange(n)
+        free = searches.vectors[FREE][columns] != 0.0
+        places = searches.edges[chosen, SQUARES][:, None] + np.arange(n * n)
+        estimate, _ = covariance_of(matrices, free, searches.numbers[chosen, LOSS], rows)
+        result[places] = estimate.reshape(len(chosen), n * n)
+
+
+def full_curvatures(searches: Searches) -> Floats:
+    """Return the curvatures of all searches as full matrices, one after the other; flat."""
+    result = np.empty(int(searches.edges[-1, SQUARES]))
+    counts = searches.counts
+    for n in np.unique(counts[counts > 0]).tolist():
+        chosen = np.flatnonzero(counts == n)
+        places = searches.edges[chosen, SQUARES][:, None] + np.arange(n * n)
+        result[places] = _matrices(searches, chosen, n).reshape(len(chosen), n * n)
+    return result
+
+
+def standard_errors(searches: Searches, covariance: Floats) -> Floats:
+    """Return the square roots of the diagonals, [P]."""
+    counts = searches.counts
+    first = np.repeat(searches.edges[:-1, SQUARES], counts)
+    index = np.arange(len(first)) - np.repeat(searches.edges[:-1, PARAMETERS], counts)
+    return np.sqrt(covariance[first + index * (np.repeat(counts, counts) + 1)])
+
+
+def _matrices(searches: Searches, chosen: NDArray[np.int64], n: int) -> Floats:
+    """Return the symmetric curvatures of searches with n parameters each, [chosen, n, n]."""
+    row, column = np.tril_indices(n)
+    packed = searches.curvature[
+        searches.edges[chosen, PAIRS][:, None] + np.arange(n * (n + 1) // 2)
+    ]
+    matrices = np.empty((len(chosen), n, n))
+    matrices[:, row, column] = packed
+    matrices[:, column, row] = packed
+    return matrices

@@ -35,7 +35,7 @@ that were refused since then say whether the loss has a minimum there; else the 
 Where that would leave it at a saddle or on a plateau, it is perturbed first (`probes`).
 
 Normal equations square the condition of J. Where they are ill-conditioned and a search is slow, or
-a test has fired, it asks for the orthogonal factor of J (`orthogonal`), which its steps come from
+a test has fired, it asks for the orthogonal factor of J (`triangles`), which its steps come from
 until it ends. Where parameters have the same effect the factor is no better, and is not asked for
 at every step. Columns of float32 differ by rounding errors that the curvature resolves, so that a
 factor would tell no more of them.

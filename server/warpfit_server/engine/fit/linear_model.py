@@ -20,7 +20,7 @@ known, and so the parabola through them. If no parabola descends by more than ro
 no single column lowers the loss, it is a minimum. More than that may lead along a curved valley.
 
 Normal equations square the condition of J. Where they hold too few digits, the answer of
-`is_minimum` is doubtful, and a search asks for the orthogonal factor of J (`orthogonal`).
+`is_minimum` is doubtful, and a search asks for the orthogonal factor of J (`triangles`).
 """
 
 from __future__ import annotations

@@ -1,20 +1,28 @@
 """The state of all searches of a fit, as a few flat arrays that compiled code reads and writes.
 
 A search is one program with one start vector. The constants below name the rows and columns of its
-numbers, counters and vectors; there are few arrays, because each one costs compile time.
+numbers, counters and vectors; there are few arrays, because each one costs compile time. Compiled
+code may be spread over a few threads (`spread`).
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.calls.splitting import even_bounds
 from warpfit.fitting import REASONS, FitRequest, Reason
 from warpfit.ir import Batch, Population, pieces
+from warpfit_server.engine.native.compile_processes import NICE
 from warpfit_server.engine.native.intrinsics import inlined
+from warpfit_server.system.machine import available_cores
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -319,3 +327,30 @@ def ends(counter: Integers, steepest: float, tolerance: float, limits: SearchLim
     elif counter[ITERATIONS] >= limits.iterations:
         counter[REASON] = ITERATIONS_USED
     return bool(counter[REASON] != RUNNING)
+
+
+# -------------------------------------------------------------------------- work of several threads
+
+_THREADS: Final = ThreadPoolExecutor(available_cores(), "spread", os.nice, (NICE,))
+#: Least microseconds of work for each thread: until one has woken up and has been waited for, some
+#: 200 have passed.
+_LEAST: Final = 500.0
+#: Tokens of programs on which compiled code works in a microsecond.
+TOKENS: Final = 40.0
+
+
+def spread(work: NDArray[np.float64], threads: int, do: Callable[[slice], None]) -> None:
+    """Call a function for consecutive programs or searches, on a few threads at the same time.
+
+    Args:
+        work: estimated microseconds of each.
+        threads: most threads that gain from it.
+        do: is called with ranges that make up all; compiled code for the most part.
+    """
+    threads = min(threads, int(work.sum() / _LEAST))
+    if threads < 2:
+        do(slice(0, len(work)))
+        return
+    bounds = even_bounds(work, threads)
+    for done in [_THREADS.submit(do, slice(*edge)) for edge in pairwise(bounds)]:
+        done.result()

@@ -37,7 +37,7 @@ from warpfit.dataset import Dataset
 from warpfit.fitting import FitRequest
 from warpfit.ir import Batch
 from warpfit.ops import CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER, VARIABLE
-from warpfit_server.engine.fit.spread import TOKENS, spread
+from warpfit_server.engine.fit.searches import TOKENS, spread
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import uncounted
 
@@ -59,7 +59,7 @@ _MARGIN: Final = 0.25
 #: Logarithms of scales are kept in this range, so that sums of them stay finite.
 _LARGEST: Final = 150.0
 
-# Columns of `_operators`, which describes how each operator changes sizes.
+# Columns of `_OPERATORS`, which describes how each operator changes sizes.
 _RULE: Final = 0
 _POWER: Final = 1
 # Values of _RULE.
@@ -75,6 +75,13 @@ _POWERS: Final = {
     **{"sqrt": 0.5, "sqrtabs": 0.5, "cbrt": 1.0 / 3.0},
 }
 
+#: Rule, power and arity by operator code; [256, 3].
+_OPERATORS: Final = np.zeros((256, 3))
+_OPERATORS[[row.code for row in OPERATORS.values()]] = [
+    (_ROOT if name in _POWERS else _RULES.get(name, _FUNCTION), _POWERS.get(name, 1.0), row.arity)
+    for name, row in OPERATORS.items()
+]
+
 # Columns of a node: tokens of its subtree, 1 if parameters can give it any size, what a parameter
 # here is to the program, the nodes of the operands.
 _SIZE, _FREE, _KIND, _ROOTS = range(4)
@@ -82,16 +89,6 @@ _COLUMNS: Final = _ROOTS + 3
 # Kinds of parameters. From _SHIFT on: 2 for each variable, the second one for a shift of the other
 # sign.
 _SCALE, _FREQUENCY, _PHASE, _POWER_OF, _SHIFT = range(5)
-
-
-@cache
-def _operators() -> NDArray[np.float64]:
-    """Return rule, power and arity by operator code; [256, 3]."""
-    table = np.zeros((256, 3))
-    for row in OPERATORS.values():
-        rule = _ROOT if row.name in _POWERS else _RULES.get(row.name, _FUNCTION)
-        table[row.code] = rule, _POWERS.get(row.name, 1.0), row.arity
-    return table
 
 
 # It allocates nothing, so that references need not be counted.
@@ -117,7 +114,7 @@ def find_scales(
         values: of their tokens.
         starts: of the programs, with the total.
         parameter_starts: of one vector for each program, with the total.
-        table: `_operators`.
+        table: `_OPERATORS`.
         sizes: decimal logarithm of the size of each variable.
         target: that of the target.
         is_first: whether the first place of a parameter that has several counts, not the last one.
@@ -379,7 +376,7 @@ class Scales:
         self.kinds.fill(_SCALE)
         tokens = np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values)
         places = np.concatenate([[0], np.cumsum(batch.parameter_counts, dtype=np.int64)])
-        given = _operators(), np.ascontiguousarray(sizes), self._target, is_first
+        given = _OPERATORS, np.ascontiguousarray(sizes), self._target, is_first
 
         def find(programs: slice) -> None:
             own = slice(programs.start, programs.stop + 1)

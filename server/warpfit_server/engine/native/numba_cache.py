@@ -1,4 +1,19 @@
-"""Numba's functions, compiled once and cached on disk in files with checksums.
+"""Numba's functions: compiled once, and kept on disk in files with checksums.
+
+LLVM optimises a function once, together with all that it calls. Numba optimises each callee with
+its own callees, makes machine code of it, and copies it into each caller, which is optimised again:
+a function below ten others is compiled ten times. But most functions here are called from compiled
+code only. So such a callee remains instructions, and the function that is called from outside is
+compiled with all of them at once. The results are the same, and it takes a third to a half of the
+time. The passes of Numba and LLVM are the usual ones. Numba's libraries are no public interface. So
+this is for the versions that it was tested with, and with others functions are compiled as usual.
+
+Numba finds types and writes LLVM's instructions in Python, which takes three quarters of the time
+of compiling and gives the same on all machines. So a file with the sources holds what Numba has
+written, before LLVM has seen for which processor. Where a cache has no machine code of a function,
+LLVM makes it of these instructions. They count for exactly the sources that they were written from,
+for `KNOWN_VERSIONS` of Numba, and for processors of one architecture. With others, functions are
+compiled as usual. `warpfit_server.write_instructions` writes the file.
 
 Numba's own cache reads its pickles without a check: a file that is cut off ends the process, a full
 disk does too, and what anybody may have written is executed. Here the same pickles are in files of
@@ -9,22 +24,22 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import lzma
 import os
 import pickle
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import llvmlite
 import llvmlite.binding as llvm
 import numba
-from numba import types
-from numba.core import caching
+from numba import config, types
+from numba.core import caching, codegen, compiler
 from numba.core.compiler_lock import global_compiler_lock
 from numba.np import linalg
 
-from warpfit_server.engine.native import instructions
-from warpfit_server.engine.native.code_libraries import compiler_options
 from warpfit_server.system import compile_cache
 from warpfit_server.system.compile_cache import default_cache_directory, numba_directory
 
@@ -36,7 +51,191 @@ def _no_blas() -> None:
 # Numba imports SciPy, if there is one, only to look for BLAS: a fifth of the time of a start.
 linalg.ensure_blas = _no_blas
 
-#: The types of a function that runs a chunk; see `arguments`.
+# -------------------------------------------------------------------------------- libraries of code
+
+#: Versions whose libraries are known.
+KNOWN_VERSIONS: Final = ((0, 68),)
+
+
+class _WithParts(codegen.JITCodeLibrary):  # type: ignore[misc]
+    """Code of a function, and the libraries of all that it calls, callees first."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.parts: dict[Any, None] = {}
+
+    def add_linking_library(self, library: Any) -> None:
+        """Remember a library that is linked with this one, and what that calls."""
+        if isinstance(library, _Callee):
+            self.parts.update(library.parts)
+        self.parts[library] = None
+
+
+class _Callee(_WithParts):
+    """Instructions of a function that is called by others alone."""
+
+    def finalize(self) -> None:
+        """Leave the instructions as they are."""
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        """Return no address, because there is no machine code."""
+        return 0
+
+    @property
+    def codegen(self) -> Any:
+        """Return what tells machine code where Python's objects are; there is no machine code."""
+        return _NoMachineCode()
+
+    def own_module(self) -> Any:
+        """Return the instructions of this function alone, to be linked."""
+        return super()._get_module_for_linking()
+
+    def _get_module_for_linking(self) -> Any:
+        """Return those of all that it calls, too, for libraries that know nothing of parts."""
+        whole = self.own_module().clone()
+        for part in reversed(self.parts):
+            whole.link_in(_module(part), preserve=True)
+        return whole
+
+
+class Whole(_WithParts):
+    """Machine code of a function with all that it calls."""
+
+    instructions = ""
+    """All instructions as text, before LLVM optimises them for a processor."""
+
+    def finalize(self) -> None:
+        """Link all parts, and compile them."""
+        for part in reversed(self.parts):  # LLVM takes a callee only if there is a caller
+            self._final_module.link_in(_module(part), preserve=True)
+        self.instructions = str(self._final_module)
+        super().finalize()
+
+
+class _NoMachineCode:
+    """Stands for Numba's code generator."""
+
+    def set_env(self, name: str, environment: Any) -> None:
+        """Do nothing: it is for functions that Python calls."""
+
+
+def _module(part: Any) -> Any:
+    return part.own_module() if isinstance(part, _Callee) else part._get_module_for_linking()
+
+
+def machine_code(generator: Any, name: str, instructions: str) -> Any:
+    """Compile the instructions of a `Whole`; return what Numba's cache keeps of a library.
+
+    The passes of LLVM, and so the machine code, are those of `Whole.finalize`.
+    """
+    library = Whole(generator, name)
+    library._final_module = llvm.parse_assembly(instructions)
+    library._optimize_final_module()
+    library._final_module.verify()
+    library._finalized = True
+    shared = library._get_module_for_linking().as_bitcode()
+    return name, "object", (generator._tm.emit_object(library._final_module), shared)
+
+
+class WholeCompiler(compiler.Compiler):  # type: ignore[misc]
+    """Compiles a function that is called from Python, or at an address, with all that it calls."""
+
+    def compile_extra(self, func: Any) -> Any:
+        """Compile a function; what is compiled meanwhile are its callees."""
+        generator = self.state.targetctx.codegen()
+        create = generator.create_library
+        generator.create_library = partial(_Callee, generator)
+        try:
+            return super().compile_extra(func)
+        finally:
+            generator.create_library = create
+
+    def define_pipelines(self) -> Any:
+        """Return the usual passes, which fill a library of this function."""
+        state = self.state
+        state.library = Whole(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library.enable_object_caching()
+        return super().define_pipelines()
+
+
+def compiler_options() -> dict[str, Any]:
+    """Return the options of ``numba.njit`` for functions that are called from outside."""
+    is_known = numba.version_info.short in KNOWN_VERSIONS
+    return {"pipeline_class": WholeCompiler} if is_known else {}
+
+
+# ------------------------------------------------------------------------------------- instructions
+
+INSTRUCTIONS: Final = Path(__file__).with_name("instructions.xz")
+
+
+class Function(NamedTuple):
+    """A function as the file has it."""
+
+    signature: str
+    """Types of the arguments."""
+    library: str
+    """Name of the library that Numba makes of it."""
+    instructions: str
+    """LLVM's, of the function with all that it calls."""
+    rest: tuple[Any, ...]
+    """The other fields of a function in Numba's cache."""
+
+
+def from_instructions(function: Any, signature: Any, target: Any) -> Any:
+    """Return a function in the form in which Numba's cache keeps it; None if it has to be compiled.
+
+    LLVM makes machine code of the instructions, for the processor of this machine. Where Numba is
+    told another one, as by the program that writes the instructions, functions are compiled.
+
+    Args:
+        function: the Python function.
+        signature: types of its arguments.
+        target: Numba's context of the processor.
+    """
+    content = None if config.CPU_NAME else _read_instructions().get(name_of(function))
+    if content is None:
+        return None
+    found = Function(*pickle.loads(content))
+    if found.signature != str(signature):
+        return None
+    code = machine_code(target.codegen(), found.library, found.instructions)
+    return code, *found.rest
+
+
+@functools.cache
+def _read_instructions() -> dict[str, bytes]:
+    """Return the functions by name; none if the file was written from other sources.
+
+    Each is pickled by itself, because reading it imports its module: those of CUDA need packages
+    that not every machine has.
+    """
+    try:
+        of_sources, functions = lzma.decompress(INSTRUCTIONS.read_bytes()).split(b"\n", 1)
+    except (OSError, ValueError, lzma.LZMAError):
+        return {}
+    if of_sources.decode() != stamp():
+        return {}
+    found: dict[str, bytes] = pickle.loads(functions)
+    return found
+
+
+def stamp() -> str:
+    """Return what the instructions depend on: sources, Numba's version, and the architecture."""
+    version = ".".join(str(number) for number in numba.version_info.short)
+    return " ".join([compile_cache.source_fingerprint(), version, llvm.get_process_triple()])
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a Python function in the file."""
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+# ---------------------------------------------------------------------------------------- the cache
+
+#: The types of a function that runs a chunk; see `argument_block`.
 _CHUNK: Final = types.int64(types.int64, types.int64)
 
 
@@ -124,7 +323,7 @@ class _SealedCache(caching.FunctionCache):  # type: ignore[misc]
         """Load a function's machine code; if it is not kept yet, make it of the instructions."""
         found = super().load_overload(signature, target)
         if found is None:
-            made = instructions.find(self._py_func, signature, target)
+            made = from_instructions(self._py_func, signature, target)
             if made is not None:
                 self._cache_file.save(self._index_key(signature, target.codegen()), made)
                 found = self._impl.rebuild(target, made)
@@ -147,7 +346,7 @@ def load(function: Any, signature: Any) -> None:
 
 
 def load_chunk_function(function: Any) -> None:
-    """Load the code of a function that runs a chunk, see `arguments`, as `load` does."""
+    """Load the code of a function that runs a chunk, see `argument_block`, as `load` does."""
     load(function, _CHUNK)
 
 

@@ -28,9 +28,11 @@ from numba import types
 from numpy.typing import NDArray
 
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.arguments import FAILED, FINISHED, array_address
 from warpfit_server.engine.native.intrinsics import (
+    FAILED,
+    FINISHED,
     add_atomically,
+    array_address,
     call_c,
     call_chunk,
     fence,
@@ -295,7 +297,7 @@ class ParallelLoop:
         """Let helpers begin to run chunks; somebody must call `ParallelTask.result`.
 
         Args:
-            function: address of what runs a chunk; see `arguments`.
+            function: address of what runs a chunk; see `argument_block`.
             block: its argument block.
             first: chunk.
             stop: chunk after the last one.

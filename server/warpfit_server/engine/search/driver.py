@@ -240,7 +240,10 @@ class _Search:
         rows = yield from self._in_random_order((yield from self._draw_rows()))
         columns = yield from self._choose_columns(rows)
         yield None
-        self._grammar = new_grammar(request, self._columns_of_functions(columns))
+        functions, template = [columns], request.template
+        if template is not None:  # whose numbers have no variables
+            functions = [[*range(arity)] for arity in template.arities] + [[]] * template.parameters
+        self._grammar = new_grammar(request, functions)
         self._composer = Composer(request, self._grammar)
         self._units = new_units(request, self._dataset.layout.variables)
         self._rows = yield from self._load_rows(rows, _DOUBLE)
@@ -250,7 +253,14 @@ class _Search:
             self._moved.append(((yield from self._load_rows(rows, _DOUBLE, column)), sign))
         spread = self._check_spread()
         try:
-            yield from self._fit_constant()
+            start = self._constant_of(self._screening.mean, 0.0)
+            result = yield from self._optimize(
+                self._dataset if self._has_more_rows else self._rows,
+                self._batch_of([(1, start)]),
+                request.fit_iterations,
+            )
+            loss = float(self._signed(result.losses.reshape(-1))[0])
+            self._constant = self._constant_of(float(result.parameters[0]), loss)
             if spread == 0.0:  # nothing gets better on these rows
                 is_met = self._is_constant_allowed and self._constant.loss <= self._asked
                 return self._progress(SearchReason.TARGET_LOSS if is_met else SearchReason.IDLE)
@@ -278,12 +288,36 @@ class _Search:
             yield from self._fit_all_rows(1)
         self._report(self._progress(None))
         if self._request.pairs and self._request.template is None:
-            self._pairing = self._pair_search(columns, new_weigher())
+            rows, first = self._rows, slice(0, PAIR_ROWS)
+            self._pairing = PairSearch(
+                operators={
+                    name: weight
+                    for name, weight in self._request.operators.items()
+                    if name in OPERATORS
+                },
+                columns=columns,
+                X=rows.variables[:, first],
+                target=self._screening.target[first],
+                weights=None if rows.weights is None else self._screening.weights[first],
+                values=self._values,
+                admissible=self._allowed,
+                weigher=new_weigher(),
+                width=int(self._grammar[WIDTH]),
+                form=self._request.form,
+            )
             yield from self._pair(settings)
         while True:
             reason = yield from self._evolve(colony, settings)
-            if reason is not SearchReason.TARGET_LOSS or (yield from self._is_met()):
+            if reason is not SearchReason.TARGET_LOSS or not self._has_more_rows:
                 return reason
+            yield from self._fit_all_rows(self._request.fit_iterations)
+            if self._whole is not None and self._whole.best() <= self._asked:
+                return reason
+            # No formula has the loss that was asked for on all rows of the request: the search goes
+            # on until the screening rows have a much better one. What is exact on those cannot get
+            # better there: all rows are asked no more.
+            best = self._archive.best()
+            self._target = 0.1 * best if best > 0.0 else -math.inf
 
     def _within_time(self, steps: Steps[SearchReason]) -> Steps[SearchReason]:
         """Run steps until the time is over or the search is cancelled, whatever they do then."""
@@ -306,28 +340,6 @@ class _Search:
         limit = self._request.max_seconds * (1.0 - _FINAL_SHARE * self._has_many_rows)
         return limit > 0 and time.monotonic() - self._began >= limit
 
-    def _is_met(self) -> Steps[bool]:
-        """Return whether a formula has the loss that was asked for on all rows of the request.
-
-        If none has it, the search goes on until the screening rows have a much better one.
-        """
-        if not self._has_more_rows:
-            return True
-        yield from self._fit_all_rows(self._request.fit_iterations)
-        if self._whole is not None and self._whole.best() <= self._asked:
-            return True
-        # What is exact on the screening rows cannot get better there: all rows are asked no more.
-        best = self._archive.best()
-        self._target = 0.1 * best if best > 0.0 else -math.inf
-        return False
-
-    def _columns_of_functions(self, columns: list[int]) -> list[list[int]]:
-        """Return the variables of each function of a genome; a template's numbers have none."""
-        template = self._request.template
-        if template is None:
-            return [columns]
-        return [[*range(arity)] for arity in template.arities] + [[]] * template.parameters
-
     def _evolve(self, colony: Colony, settings: ColonySettings) -> Steps[SearchReason]:
         """Run generations and fits until the search ends; return why."""
         milestones = np.full(settings.islands, math.inf)
@@ -344,7 +356,17 @@ class _Search:
                 rounds += 1
                 if rounds % _LOOK_EVERY == 0:
                     yield from self._fit((yield from colony.best()))
-                yield from self._restart(colony, milestones, begun)
+                # The island that has made no progress for longest, unless it is the best.
+                scores = colony.island_scores.astype(np.float64)
+                progress = scores < milestones * _PROGRESS
+                milestones[progress], begun[progress] = scores[progress], self._generations
+                waits = self._generations - begun
+                waits[np.argmin(scores)] = 0
+                island = int(np.argmax(waits))
+                if waits[island] >= _PATIENCE:
+                    self._restarts += 1
+                    milestones[island], begun[island] = math.inf, self._generations
+                    yield from colony.restart(island)
                 yield from self._pair(settings)
             if (now := time.monotonic()) - reported >= pause:
                 yield from self._fit_all_rows(1)
@@ -353,19 +375,6 @@ class _Search:
                 pause = max(_REPORT_SECONDS, (reported - now) / _REPORT_SHARE)
             yield None
         return reason
-
-    def _restart(self, colony: Colony, milestones: Floats, begun: NDArray[np.int64]) -> Steps[None]:
-        """Begin the island anew that has made no progress for longest, unless it is the best."""
-        scores = colony.island_scores.astype(np.float64)
-        progress = scores < milestones * _PROGRESS
-        milestones[progress], begun[progress] = scores[progress], self._generations
-        waits = self._generations - begun
-        waits[np.argmin(scores)] = 0
-        island = int(np.argmax(waits))
-        if waits[island] >= _PATIENCE:
-            self._restarts += 1
-            milestones[island], begun[island] = math.inf, self._generations
-            yield from colony.restart(island)
 
     def _ended(self) -> SearchReason | None:
         """Return why the search ends now, or None."""
@@ -402,26 +411,6 @@ class _Search:
     @property
     def _has_many_rows(self) -> bool:
         return self._all_rows > _MANY_ROWS * self._request.screening_rows
-
-    def _pair_search(self, columns: list[int], weigher: Weigher) -> PairSearch:
-        """Return the search for pairs and sums of short formulas on the first screening rows."""
-        rows, first = self._rows, slice(0, PAIR_ROWS)
-        return PairSearch(
-            operators={
-                name: weight
-                for name, weight in self._request.operators.items()
-                if name in OPERATORS
-            },
-            columns=columns,
-            X=rows.variables[:, first],
-            target=self._screening.target[first],
-            weights=None if rows.weights is None else self._screening.weights[first],
-            values=self._values,
-            admissible=self._allowed,
-            weigher=weigher,
-            width=int(self._grammar[WIDTH]),
-            form=self._request.form,
-        )
 
     def _pair(self, settings: ColonySettings) -> Steps[None]:
         """Pair the best formulas with short ones, if pairs have not had their share of the time.
@@ -547,10 +536,21 @@ class _Search:
         )
 
     def _progress(self, reason: SearchReason | None) -> SearchProgress:
-        """Return how far the search is."""
-        colony = self._colony
+        """Return how far the search is.
+
+        Its front is that on all rows, or the best constant if there is none.
+        """
+        archive, colony = self._whole if self._has_more_rows else self._archive, self._colony
+        found = [] if archive is None else archive.front()
+        if not found and self._is_constant_allowed:
+            found = [(1, self._constant)]
+        template = self._request.template
+        numbers = 0 if template is None else template.parameters
+        sizes = np.array([size - numbers for size, _ in found], np.int64)
+        losses = self._signed(np.array([entry.loss for _, entry in found]))
+        parts = self._parts_of(found) if self._composer.is_needed else None
         return SearchProgress(
-            front=self._front(),
+            front=Front(self._batch_of(found), sizes, losses, parts),
             seconds=time.monotonic() - self._began,
             generations=self._generations,
             formulas=0 if colony is None else colony.formulas,
@@ -561,29 +561,12 @@ class _Search:
             reason=reason,
         )
 
-    def _front(self) -> Front:
-        """Return the front on all rows, or the best constant if there is none."""
-        archive = self._whole if self._has_more_rows else self._archive
-        found = [] if archive is None else archive.front()
-        if not found and self._is_constant_allowed:
-            found = [(1, self._constant)]
-        template = self._request.template
-        numbers = 0 if template is None else template.parameters
-        sizes = np.array([size - numbers for size, _ in found], np.int64)
-        losses = self._signed(np.array([entry.loss for _, entry in found]))
-        parts = self._parts_of(found) if self._composer.is_needed else None
-        return Front(self._batch_of(found), sizes, losses, parts)
-
-    @property
-    def _constant_part(self) -> Population:
-        """The one part of a constant."""
-        return Population(np.array([PARAMETER], np.uint8), np.zeros(1), np.ones(1, np.uint32))
-
     def _parts_of(self, found: Sequence[tuple[int, _Entry]]) -> Batch:
         """Return the functions and numbers of formulas, with their constants."""
+        constant = Population(np.array([PARAMETER], np.uint8), np.zeros(1), np.ones(1, np.uint32))
         codes, values, lengths = [np.empty(0, np.uint8)], [np.empty(0)], list[int]()
         for _, entry in found:
-            own = self._constant_part if entry.parts is None else entry.parts.population()
+            own = constant if entry.parts is None else entry.parts.population()
             is_number = own.codes == PARAMETER
             numbers = own.values.copy()
             numbers[is_number] = entry.parameters[own.values[is_number].astype(np.int64)]
@@ -761,8 +744,14 @@ class _Search:
             yield from self._fit_some(Scored(genomes.take(some), losses[some], places[some]))
 
     def _fit_some(self, found: Scored) -> Steps[None]:
-        found = self._without_idle_parts(found)
         genomes = found.genomes
+        if self._composer.is_needed and len(genomes):
+            # Without those whose last numbers are in no formula, or that are too long.
+            lifted = self._lifted(genomes)
+            given, whole = lifted.population(), self._composer.composed(lifted)
+            kept = given.needed_parameters() == whole.needed_parameters()
+            found = Scored(genomes.take(kept), found.losses[kept], found.places[kept])
+            genomes = found.genomes
         if not len(genomes):
             return
         batch = self._with_parameters(genomes)
@@ -825,17 +814,6 @@ class _Search:
         """Return a constant as a formula of the archive."""
         return _Entry(np.array([PARAMETER], np.uint8), np.zeros(1), np.array([number]), loss)
 
-    def _fit_constant(self) -> Steps[None]:
-        """Fit the constant on all rows."""
-        start = self._constant_of(self._screening.mean, 0.0)
-        result = yield from self._optimize(
-            self._dataset if self._has_more_rows else self._rows,
-            self._batch_of([(1, start)]),
-            self._request.fit_iterations,
-        )
-        loss = float(self._signed(result.losses.reshape(-1))[0])
-        self._constant = self._constant_of(float(result.parameters[0]), loss)
-
     def _with_parameters(self, genomes: Genomes) -> Batch:
         """Return whole formulas, with parameters for their constants, slope and intercept."""
         lifted, fitted = self._lifted(genomes), self._screening.fitted
@@ -879,16 +857,6 @@ class _Search:
         codes = np.where(is_number, np.uint8(PARAMETER), genomes.codes)
         values = np.where(is_number, is_number.cumsum(axis=1) - 1.0, genomes.values)
         return Genomes(codes, values, genomes.lengths)
-
-    def _without_idle_parts(self, found: Scored) -> Scored:
-        """Leave out genomes whose last numbers are in no formula, or that are too long."""
-        genomes = found.genomes
-        if not self._composer.is_needed or not len(genomes):
-            return found
-        lifted = self._lifted(genomes)
-        own, whole = lifted.population(), self._composer.composed(lifted)
-        kept = own.needed_parameters() == whole.needed_parameters()
-        return Scored(genomes.take(kept), found.losses[kept], found.places[kept])
 
     def _optimize(
         self, rows: Dataset, batch: Batch, iterations: int, deadline: float | None = None

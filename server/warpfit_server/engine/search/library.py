@@ -201,16 +201,13 @@ def _small_trees(
             own = drawn[slice(*np.searchsorted(drawn, (first, stop)))] - first
             parts = [one[own // len(other)], other[own % len(other)]]
             made.append(_applied(name, *parts[: OPERATORS[name].arity]))
-        sizes[size] = joined(made)
-        sizes[size] = sizes[size][_have_variables(sizes[size])]
+        trees = joined(made)
+        owners = np.repeat(np.arange(len(trees)), trees.lengths)
+        variables = np.bincount(owners[trees.codes == VARIABLE], minlength=len(trees))
+        sizes[size] = trees[variables > 0]
         found.append(sizes[size])
         left -= len(drawn)
     return joined(found)
-
-
-def _have_variables(formulas: Population) -> NDArray[np.bool_]:
-    owners = np.repeat(np.arange(len(formulas)), formulas.lengths)
-    return np.bincount(owners[formulas.codes == VARIABLE], minlength=len(formulas)) > 0
 
 
 def _operands(

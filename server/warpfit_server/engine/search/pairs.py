@@ -250,7 +250,20 @@ class PairSearch:
     def prepare(self) -> Steps[None]:
         """Make views and library, or a larger library, as `step` and `sums` do, too."""
         if not self.views:
-            yield from self._make_views()
+            rows = len(self.target)
+            self._names = tuple(name for name, weight in self.operators.items() if weight > 0)
+            step = max(1, rows // self.weigher.rows)
+            self._screened = -(-rows // step)
+            weights = np.ones(rows) if self.weights is None else self.weights
+            columns, target = np.asarray(self.columns), self.target
+            used = yield from relevant(self.X[columns], target, _MOST_VARIABLES)
+            self._used = columns[used].tolist()
+            given = self._names, self._used, self.X, target, weights / weights.sum(), self.width
+            for view in views(*given):
+                self.views.append(view)
+                yield None
+            self._beams = [(formulas_of([]), np.empty(0)) for _ in self.views]
+            self._turns = [0 for _ in self.views]
         size = min(self.size, _FIRST_SIZE << min(sum(self._turns) // _DOUBLING, 16))
         if size == self._size:
             return
@@ -260,30 +273,6 @@ class PairSearch:
             known = yield from known.with_reciprocals()
         self.known, self._prepared = known, {"known": self._prepare(known)}
         yield None
-
-    def _make_views(self) -> Steps[None]:
-        rows = len(self.target)
-        self._names = tuple(name for name, weight in self.operators.items() if weight > 0)
-        step = max(1, rows // self.weigher.rows)
-        self._screened = -(-rows // step)
-        weights = np.ones(rows) if self.weights is None else self.weights
-        columns, target = np.asarray(self.columns), self.target
-        used = yield from relevant(self.X[columns], target, _MOST_VARIABLES)
-        self._used = columns[used].tolist()
-        given = self._names, self._used, self.X, target, weights / weights.sum(), self.width
-        for view in views(*given):
-            self.views.append(view)
-            yield None
-        self._beams = [(formulas_of([]), np.empty(0)) for _ in self.views]
-        self._turns = [0 for _ in self.views]
-
-    def _make_functions(self) -> Steps[Table]:
-        """Return functions of scaled arguments, which are made on first use."""
-        if self._functions is None:
-            inner = arguments(self._names, self._used, self._size // _ARGUMENTS)
-            self._functions = yield from self._scaled((yield from self._table(inner)))
-            self._prepared["functions"] = self._prepare(self._functions)
-        return self._functions
 
     @property
     def library(self) -> Population:
@@ -315,8 +304,13 @@ class PairSearch:
         lefts = [self.known[start : start + self.weigher.block]]
         firsts = range(0, len(best), self.weigher.block)
         lefts += [best[first : first + self.weigher.block] for first in firsts]
-        scaled = kind == _SCALING
-        right = [(yield from self._make_functions()) if scaled else self.known, best]
+        scaled, right = kind == _SCALING, [self.known, best]
+        if scaled:
+            if self._functions is None:
+                inner = arguments(self._names, self._used, self._size // _ARGUMENTS)
+                self._functions = yield from self._scaled((yield from self._table(inner)))
+                self._prepared["functions"] = self._prepare(self._functions)
+            right[0] = self._functions
         prepared = self._prepared["functions" if scaled else "known"]
         count = _SHARPENED if scaled else self.weigher.kept
         fitter = _Fitter(self, view, base, right, [prepared, self._prepare(best)], count, scaled)
@@ -334,7 +328,13 @@ class PairSearch:
         yield from self.prepare()
         if not {"add", "mul"} <= set(self._names):
             return []
-        parts = _subtrees(others) if len(others) else others
+        parts = others
+        if len(others):
+            trees = subtree_starts(ARITIES[others.codes].astype(np.int64))
+            spans = np.arange(1, len(trees) + 1) - trees
+            ends = np.cumsum(spans)
+            every = np.arange(ends[-1]) + np.repeat(trees - ends + spans, spans)
+            parts = Population(others.codes[every], others.values[every], spans.astype(np.uint32))
         known = self.known[self.known.sizes <= _TERM_SIZE]
         terms = Table.merged([known, (yield from self._table(parts))]).distinct()
         single = terms.sizes + terms.inverted == 1
@@ -520,15 +520,6 @@ class PairSearch:
             left, right = np.where(rises, (fresh, left), (right, fresh))
             of_left, of_right = np.where(rises, (of_fresh, of_left), (of_right, of_fresh))
         return at(np.exp(0.5 * (low + high)))
-
-
-def _subtrees(formulas: Population) -> Population:
-    """Return all parts of formulas, the formulas themselves among them."""
-    trees = subtree_starts(ARITIES[formulas.codes].astype(np.int64))
-    spans = np.arange(1, len(trees) + 1) - trees
-    ends = np.cumsum(spans)
-    every = np.arange(ends[-1]) + np.repeat(trees - ends + spans, spans)
-    return Population(formulas.codes[every], formulas.values[every], spans.astype(np.uint32))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -813,7 +804,10 @@ class _Selection:
         """Add the best term of those that explain most for their length."""
         along, square, rest = self._target, self._square, np.ones(len(self._sizes))
         if places:
-            products = np.stack([self._products_with(place) for place in places])
+            for place in places:
+                if place not in self._products:
+                    self._products[place] = self._columns @ self._columns[place]
+            products = np.stack([self._products[place] for place in places])
             gram = products[:, places] + 1e-6 * np.eye(len(places), dtype=np.float32)
             basis = np.linalg.inv(np.linalg.cholesky(gram.astype(float)))
             parts = basis.astype(np.float32) @ products
@@ -834,8 +828,3 @@ class _Selection:
             return math.inf, places
         scores = self._scores(places, best)
         return float(scores.min()), [*places, int(best[scores.argmin()])]
-
-    def _products_with(self, place: int) -> Singles:
-        if place not in self._products:
-            self._products[place] = self._columns @ self._columns[place]
-        return self._products[place]

@@ -1,8 +1,12 @@
 """Engines of one process share the compiled code, which takes a second to load."""
 
+from collections.abc import Iterator
+
 import pytest
 
+from support.engines.references import Evaluate
 from warpfit_server.engine.cpu.codegen import parts
+from warpfit_server.engine.cpu.engine import CpuEngine
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,3 +26,17 @@ def _once(load):
         return found[0]
 
     return load_once
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[CpuEngine]:
+    made = CpuEngine(threads=2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def evaluate(engine) -> Iterator[Evaluate]:
+    runner = Evaluate(engine)
+    yield runner
+    runner.unload()

@@ -17,7 +17,7 @@ from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
 from warpfit.ir import Batch
-from warpfit.losses import ABSOLUTE, SQUARES, Closing, LossFunction, huber
+from warpfit.losses import SQUARES, Closing, LossFunction, huber
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.cpu import interpreter
@@ -36,16 +36,19 @@ def evaluation(**changes):
     return Evaluation(**{"dataset_id": DATA.content_id, "batch": BATCH, **changes})
 
 
-def losses_of(finalizer, dataset, sums, **changes):
+def finalized(dataset, sums, finalizer=None, moments=None, **changes):
+    """Return the outputs that these sums of all programs become, and the steps it took."""
     outputs = Outputs(None, np.full((7, 2), sums), np.zeros(1, np.uint8), lambda _: None)
-    run_to_end(finalizer.finalize(evaluation(values=False, **changes), dataset, outputs))
-    return outputs.losses
+    asked = evaluation(values=False, **changes)
+    further = () if moments is None else (moments, np.zeros((7, 2, 2)), np.zeros((7, 2)))
+    steps = [*(finalizer or Finalizer()).finalize(asked, dataset, outputs, *further)]
+    return outputs, further, steps
 
 
 @pytest.mark.parametrize("loss", Loss)
 def test_each_row_range_of_each_data_set_has_its_own_losses(loss):
-    finalizer = Finalizer()
-    for dataset in (DATA, Dataset.of(np.ones((40, 4)), np.arange(40.0))):
+    finalizer, other = Finalizer(), Dataset.of(np.ones((40, 4)), np.arange(40.0))
+    for dataset in (DATA, other):
         for rows in [(0, 40), (5, 20), (0, 40)]:
             w = np.ones(40) if dataset.weights is None else dataset.weights.astype(float)
             w, y = w[slice(*rows)], dataset.target[slice(*rows)].astype(float)
@@ -54,8 +57,12 @@ def test_each_row_range_of_each_data_set_has_its_own_losses(loss):
                 "sse": 3.0, "mse": 3.0 / w.sum(), "rmse": np.sqrt(3.0 / w.sum()),
                 "mae": 3.0 / w.sum(), "r2": 1 - 3.0 / spread, "nmse": 3.0 / spread,
             }[loss]  # fmt: skip
-            got = losses_of(finalizer, dataset, 3.0, loss=loss, rows=rows)
-            np.testing.assert_allclose(got, expected, rtol=1e-6)
+            outputs, _, _ = finalized(dataset, 3.0, finalizer, loss=loss, rows=rows)
+            np.testing.assert_allclose(outputs.losses, expected, rtol=1e-6)
+    kept = len(finalizer._statistics)
+    del dataset, other
+    gc.collect()
+    assert len(finalizer._statistics) == kept // 2, "forgotten with their data set"
 
 
 @pytest.mark.parametrize("has_weights", [False, True])
@@ -63,28 +70,14 @@ def test_a_pass_over_many_rows_is_made_once_and_in_steps(has_weights):
     y = np.arange(2_000_000.0)
     weights = (y % 3.0) if has_weights else None
     finalizer, dataset = Finalizer(), Dataset.of(np.ones((len(y), 1)), y, weights)
-    changes = {"batch": BATCH, "values": False, "loss": Loss.R2}
-    pauses = []
-    for _ in range(2):
-        outputs = Outputs(None, np.ones((7, 2)), np.zeros(1, np.uint8), lambda _: None)
-        steps = finalizer.finalize(evaluation(**changes), dataset, outputs)
-        pauses.append(list(steps))
-        expected = 1.0 - 1.0 / np.sum(
-            (1.0 if weights is None else weights) * np.square(y - np.average(y, weights=weights))
-        )
-        np.testing.assert_allclose(outputs.losses, expected, rtol=1e-15)
-    assert len(pauses[0]) > 20
-    assert set(pauses[0]) == {None}, "the engine looks at its queue, and waits for nothing"
-    assert not pauses[1]
-
-
-def test_statistics_are_forgotten_with_their_data_set():
-    finalizer, dataset = Finalizer(), Dataset.of(np.ones((40, 4)), np.arange(40.0))
-    losses_of(finalizer, dataset, 3.0, loss=Loss.R2)
-    assert len(finalizer._statistics) == 1
-    del dataset
-    gc.collect()
-    assert len(finalizer._statistics) == 0
+    spread = np.cov(y, aweights=weights, ddof=0) * (len(y) if weights is None else weights.sum())
+    outputs, _, pauses = finalized(dataset, 1.0, finalizer, loss=Loss.R2)
+    assert len(pauses) > 20
+    assert set(pauses) == {None}, "the engine looks at its queue, and waits for nothing"
+    again, _, pauses = finalized(dataset, 1.0, finalizer, loss=Loss.R2)
+    assert not pauses
+    for found in (outputs, again):
+        np.testing.assert_allclose(found.losses, 1.0 - 1.0 / spread, rtol=1e-14)
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(-3, 3), st.floats(0.1, 3))
@@ -101,13 +94,11 @@ def test_linear_scaling_is_weighted_least_squares(seed, a, b):
     centred = np.cov(f, y, aweights=w)
     pearson = centred[0, 1] / np.sqrt(centred[0, 0] * centred[1, 1])
     np.testing.assert_allclose(correlation(moments_of(f, y, w)), pearson, rtol=1e-10)
-
-
-def test_a_constant_program_is_scaled_to_the_mean():
-    y, w = rng.normal(size=10), np.ones(10)
-    (slope, intercept), left = scale_linearly(moments_of(np.full(10, 3.0), y, w))
-    np.testing.assert_allclose([slope, intercept, left], [0, y.mean(), 10 * y.var()])
-    assert np.isnan(correlation(moments_of(np.full(10, 3.0), y, w)))
+    constant = moments_of(np.full(30, 3.0), y, w)
+    (slope, intercept), left = scale_linearly(constant)
+    mean = np.average(y, weights=w)
+    np.testing.assert_allclose([slope, intercept, left], [0, mean, w @ np.square(y - mean)])
+    assert np.isnan(correlation(constant))
 
 
 @pytest.mark.parametrize("scale", [1e150, 1e-150, 1e-153, 1e-156, 1e-158, 1e-160, 1e-161])
@@ -118,16 +109,14 @@ def test_a_quotient_that_has_lost_its_digits_is_no_number(scale):
 
     def quotients(unit):
         dataset = Dataset.of((f * unit)[:, None], y * unit, dtype="float64")
-        moments = moments_of(f * unit, y * unit, np.ones(40))
+        moments = np.tile(moments_of(f * unit, y * unit, np.ones(40)), (7, 2, 1))
         squares = float(np.sum(np.square(noise * unit)))
-        outputs = Outputs(None, np.full((7, 2), squares), np.zeros(1, np.uint8), lambda _: None)
-        scaling, correlations = np.zeros((7, 2, 2)), np.zeros((7, 2))
-        wished = evaluation(values=False, loss=Loss.NMSE, linear_scaling=True, correlation=True)
-        repeated = np.tile(moments, (7, 2, 1))
-        steps = Finalizer().finalize(wished, dataset, outputs, repeated, scaling, correlations)
-        run_to_end(steps)
-        alone = losses_of(Finalizer(), dataset, squares, loss=Loss.R2)
-        return [scaling[0, 0, 0], correlations[0, 0], outputs.losses[0, 0], alone[0, 0]]
+        wished = {"loss": Loss.NMSE, "linear_scaling": True, "correlation": True}
+        outputs, (_, scaling, correlations), _ = finalized(
+            dataset, squares, None, moments, **wished
+        )
+        alone, _, _ = finalized(dataset, squares, loss=Loss.R2)
+        return [scaling[0, 0, 0], correlations[0, 0], outputs.losses[0, 0], alone.losses[0, 0]]
 
     for one, other in zip(quotients(1.0), quotients(scale), strict=True):
         assert other == pytest.approx(one, rel=1e-9) or (np.isnan(other) and scale < 1e-154)
@@ -136,18 +125,15 @@ def test_a_quotient_that_has_lost_its_digits_is_no_number(scale):
 @pytest.mark.parametrize("closing", list(Closing))
 @pytest.mark.parametrize("row", ["square(d)", "abs(d)", "w*square(d)"])
 def test_sums_become_the_losses_and_gradients_of_the_reference(closing, row):
-    custom = LossFunction(LossFunction.parse(row).row, closing)
+    loss = LossFunction.parse(row).row
     wished = {"values": False, "gradient": True, "variable_gradient": True}
-    asked = evaluation(custom_loss=custom, **wished)
-    expected = reference.evaluate(asked, DATA)
-    sums = reference.evaluate(
-        evaluation(custom_loss=LossFunction(custom.row, Closing.SUM), **wished), DATA
+    asked, summed = (
+        evaluation(custom_loss=LossFunction(loss, each), **wished)
+        for each in (closing, Closing.SUM)
     )
+    expected, sums = reference.evaluate(asked, DATA), reference.evaluate(summed, DATA)
     outputs = Outputs(
-        values=None,
-        losses=sums.losses.copy(),
-        cancelled=np.zeros(1, np.uint8),
-        ready=lambda _: None,
+        *(None, sums.losses.copy(), np.zeros(1, np.uint8), lambda _: None),
         gradients=sums.gradients.copy(),
         variable_gradients=sums.variable_gradients.copy(),
     )
@@ -185,18 +171,22 @@ def tree_sum(blocks: dict[int, np.ndarray]) -> np.ndarray:
     return blocks[0]
 
 
-def sums(engine, dtype, rows) -> np.ndarray:
-    """Sums over rows of every kind, for each of two losses."""
-    found = []
+def sums(engine, data, programs, parameters, rows, *, of_first=False) -> list[np.ndarray]:
+    """Sums over rows of every kind, for each of two losses; those of the first program alone."""
+    count, found = len(parameters[0]), []
     for loss in (SQUARES, huber(0.5).row):
-        derived = derive(
-            engine, TREE_DATA[dtype], *LINEAR, row_loss=loss, statistics=True, rows=rows
-        )
-        passed = linearise(engine, TREE_DATA[dtype], *LINEAR, loss, rows=rows)
+        options = {"row_loss": loss, "statistics": True, "rows": rows}
+        derived = derive(engine, data, programs, parameters, **options)
+        passed = linearise(engine, data, programs, parameters, loss, rows=rows)
         np.testing.assert_array_equal(derived.losses, passed.losses)
         np.testing.assert_array_equal(derived.gradients, passed.gradients)
-        values = derived.reductions[..., 0].ravel()
-        found += [passed.losses.ravel(), passed.gradients, passed.curvatures, values]
+        values = derived.reductions[..., 0]
+        sums = [passed.losses, passed.gradients, passed.curvatures, values]
+        if of_first:
+            sums = [passed.losses[0], passed.gradients[:count], values[0]]
+            sums += [passed.curvatures[: count * (count + 1) // 2]]
+            sums += [derived.variable_gradients[0], derived.reductions[0], derived.moments[0]]
+        found += [np.ravel(each) for each in sums]
     return np.concatenate(found)
 
 
@@ -207,54 +197,38 @@ def sums(engine, dtype, rows) -> np.ndarray:
     st.one_of(st.just(ROWS), st.integers(1, ROWS)),
 )
 def test_the_whole_is_the_tree_of_its_blocks(engine, dtype, start, length):
-    stop, block = min(ROWS, start + length), BLOCK[dtype]
+    stop, block, given = (
+        min(ROWS, start + length),
+        BLOCK[dtype],
+        (engine, TREE_DATA[dtype], *LINEAR),
+    )
     parts = {
-        number: sums(engine, dtype, (max(start, number * block), min(stop, (number + 1) * block)))
+        number: sums(*given, (max(start, number * block), min(stop, (number + 1) * block)))
         for number in range(start // block, -(-stop // block))
     }
-    whole = sums(engine, dtype, (start, stop))
+    whole = sums(*given, (start, stop))
     np.testing.assert_array_equal(whole, tree_sum(parts))
     np.testing.assert_array_equal(whole, sum_nodes(np.stack(list(parts.values())), min(parts)))
-
-
-def answers(engine, programs, parameters, rows):
-    data = TREE_DATA["float32"]
-    passed = linearise(engine, data, programs, parameters, SQUARES, rows=rows)
-    derived = derive(
-        engine, data, programs, parameters, row_loss=ABSOLUTE, statistics=True, rows=rows
-    )
-    first = len(parameters[0])
-    return [
-        *(
-            passed.losses[0],
-            passed.gradients[:first],
-            passed.curvatures[: first * (first + 1) // 2],
-        ),
-        *(derived.losses[0], derived.gradients[:first], derived.variable_gradients[0]),
-        *(derived.reductions[0], derived.moments[0]),
-    ]
 
 
 @pytest.mark.parametrize("rows", [None, (700, 39_000)])
 def test_neither_threads_nor_cuts_nor_other_programs_change_a_bit(engine, rows, monkeypatch):
     programs, parameters = smooth_programs()
-    expected = answers(engine, programs, parameters, rows)
 
-    def check(engine, count):
-        found = answers(engine, programs[:count], parameters[:count], rows)
-        for got, want in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(got, want)
+    def answer(engine, count=100):
+        given = programs[:count], parameters[:count], rows
+        return sums(engine, TREE_DATA["float32"], *given, of_first=True)
 
-    check(engine, 1)
-    for threads in (1, 3):
+    expected = answer(engine)
+    np.testing.assert_array_equal(answer(engine, 1), expected)
+    usual = interpreter.MOST_BLOCKS, interpreter.MOST_SUMS
+    for threads, blocks, most in (
+        *((1, *usual), (3, *usual), (2, 1, 2**25), (2, 3, 2**25), (2, 64, 1), (2, 10**6, 2**25)),
+    ):
+        monkeypatch.setattr(interpreter, "MOST_BLOCKS", blocks)
+        monkeypatch.setattr(interpreter, "MOST_SUMS", most)
         other = CpuEngine(threads)
-        check(other, len(programs))
-        other.close()
-    for most_blocks, most_sums in ((1, 2**25), (3, 2**25), (64, 1), (10**6, 2**25)):
-        monkeypatch.setattr(interpreter, "MOST_BLOCKS", most_blocks)
-        monkeypatch.setattr(interpreter, "MOST_SUMS", most_sums)
-        other = CpuEngine(2)
-        check(other, len(programs))
+        np.testing.assert_array_equal(answer(other), expected)
         other.close()
 
 

@@ -36,8 +36,13 @@ from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.system.lifetime import EXIT_BROKEN
 
 #: Constants in programs that make the engine below misbehave, or wait.
-BAD, BUG, LACKS_MEMORY, BROKEN, SLOW, WAITS = 601.0, 602.0, 603.0, 604.0, 605.0, 606.0
-ON_DEVICE = 607.0
+BAD, BUG, LACKS_MEMORY, BROKEN, SLOW, WAITS, ON_DEVICE = np.arange(601.0, 608.0).tolist()
+ERRORS = {
+    BAD: ProgramError("bad", "BAD_TOKEN", expression=0),
+    BUG: ZeroDivisionError(),
+    LACKS_MEMORY: OSError(errno.ENOMEM, "no memory"),
+    BROKEN: EngineBrokenError(),
+}
 STEPS = 400
 #: Nanoseconds that the engine below says that it computes.
 COMPUTE = 5_500
@@ -87,14 +92,8 @@ class FakeEngine:
         self.tiers.append(evaluation.tier)
         self.go.wait(10)
         constants = set(batch.values)
-        if BAD in constants:
-            raise ProgramError("bad", "BAD_TOKEN", expression=0)
-        if BUG in constants:
-            raise ZeroDivisionError
-        if LACKS_MEMORY in constants:
-            raise OSError(errno.ENOMEM, "no memory")
-        if BROKEN in constants:
-            raise EngineBrokenError
+        for constant in constants & ERRORS.keys():
+            raise ERRORS[constant]
         if WAITS in constants:
             yield self.promised
         if ON_DEVICE in constants:
@@ -123,21 +122,26 @@ class Front:
         self.connection = FrontEndConnection(ours)
         loop.add(self.connection)
 
-    def start(self, *parameters, constant=1.0, tenant="me", **changes):
-        return self.link.start(
-            an_evaluation(*parameters, constant=constant, **changes), DATA.layout, tenant
-        )
+    def start(self, *parameters, tenant="me", **changes):
+        return self.link.start(an_evaluation(*parameters, **changes), DATA.layout, tenant)
 
-    def answer(self, run):
-        """Wait for an answer; return the losses, or the error, and close."""
-        try:
-            while not isinstance(run.next_reply(), messages.RequestFinished):
-                pass
-            return None if run.array("losses") is None else run.array("losses")[:, 0].tolist()
-        except WarpfitError as error:
-            return error
-        finally:
-            run.close()
+    def start_alone(self, parameter, constant=1.0):
+        """Start what is not merged."""
+        return self.start(parameter, constant=constant, values=True)
+
+    def answer(self, *runs):
+        """Wait for answers; return the losses, or the error, of each, and close."""
+        answers = []
+        for run in runs:
+            try:
+                while not isinstance(run.next_reply(), messages.RequestFinished):
+                    pass
+                answers.append(run.array("losses")[:, 0].tolist())
+            except WarpfitError as error:
+                answers.append(error)
+            finally:
+                run.close()
+        return answers[0] if len(answers) == 1 else answers
 
 
 def an_evaluation(*parameters, constant=1.0, **changes):
@@ -178,10 +182,16 @@ def run_loop():
 def test_an_engine_is_told_once_of_each_segment(run_loop):
     engine, front = run_loop()
     runs = [front.start(1.0) for _ in range(2)]
-    for run in runs:
-        front.answer(run)
+    front.answer(*runs)
     front.answer(front.start(2.0))
     assert sorted(engine.mapped) == sorted({run.segment.identifier for run in runs})
+
+
+def test_each_request_gets_its_own_losses(run_loop):
+    _, one, two = run_loop(2, front_ends=2)
+    runs = [(f, n, f.start(*range(n + 1))) for n in range(30) for f in (one, two)]
+    for front, n, run in runs:
+        assert front.answer(run) == list(range(n + 1))
 
 
 @pytest.fixture
@@ -191,19 +201,11 @@ def held(run_loop):
     def start(**options):
         engine, *fronts = run_loop(**options)
         engine.go.clear()
-        busy = fronts[0].start(1.0, values=True)
+        busy = fronts[0].start_alone(1.0)
         eventually(lambda: engine.batches)
         return engine, busy, *fronts
 
     return start
-
-
-class TestAnswers:
-    def test_each_request_gets_its_own_losses(self, run_loop):
-        _, one, two = run_loop(2, front_ends=2)
-        runs = [(f, n, f.start(*range(n + 1))) for n in range(30) for f in (one, two)]
-        for front, n, run in runs:
-            assert front.answer(run) == list(range(n + 1))
 
 
 class TestMerging:
@@ -234,24 +236,20 @@ class TestMerging:
     )
     def test_a_request_that_fails_fails_alone(self, held, constant, kind, reason):
         engine, busy, front = held()
-        runs = [front.start(n, constant=constant if n == 3 else 1.0) for n in range(6)]
+        runs = [front.start(n, constant=constant if n == 2 else 1.0) for n in range(4)]
         engine.go.set()
-        answers = [front.answer(run) for run in runs]
-        error = answers.pop(3)
-        assert (type(error), error.reason) == (kind, reason)
-        assert answers == [[0.0], [1.0], [2.0], [4.0], [5.0]]
-        assert 6 in engine.batches
-        front.answer(busy)
+        *_, error, last = front.answer(busy, *runs)
+        assert (type(error), error.reason, last) == (kind, reason, [3.0])
+        assert engine.batches[:2] == [1, 4]
 
     def test_merged_requests_wait_apart_for_code_that_is_being_loaded(self, held):
         engine, busy, front = held()
         runs = [front.start(n, constant=WAITS if n == 1 else 1.0) for n in range(3)]
         engine.go.set()
-        assert [front.answer(runs[n]) for n in (0, 2)] == [[0.0], [2.0]]
+        assert front.answer(busy, runs[0], runs[2]) == [[1.0], [0.0], [2.0]]
         assert runs[1].queue.empty()
         engine.promised.set_result(None)
         assert front.answer(runs[1]) == [1.0]
-        front.answer(busy)
 
     def test_cancelled_requests_are_left_out(self, held):
         engine, busy, front = held()
@@ -259,17 +257,16 @@ class TestMerging:
         for run in runs[1:3]:
             run.cancel()
         engine.go.set()
-        answers = [front.answer(run) for run in runs]
-        assert [answers[0], answers[3]] == [[0.0, 0.0], [3.0, 3.0]]
-        assert all(isinstance(answer, CancelledError) for answer in answers[1:3])
+        _, first, *cancelled, last = front.answer(busy, *runs)
+        assert (first, last) == ([0.0, 0.0], [3.0, 3.0])
+        assert all(isinstance(answer, CancelledError) for answer in cancelled)
         assert engine.batches == [1, 4]
-        front.answer(busy)
 
 
 class TestCancellation:
     def test_between_two_steps(self, run_loop):
         engine, front = run_loop()
-        run = front.start(1.0, constant=SLOW, values=True)
+        run = front.start_alone(1.0, SLOW)
         eventually(lambda: engine.steps > 3)
         run.cancel()
         assert isinstance(front.answer(run), CancelledError)
@@ -278,38 +275,28 @@ class TestCancellation:
 
     def test_while_it_waits_for_code_that_is_being_compiled(self, run_loop):
         engine, front = run_loop()
-        run = front.start(1.0, constant=WAITS, values=True)
+        run = front.start_alone(1.0, WAITS)
         eventually(lambda: engine.batches)
         run.cancel()
         assert isinstance(front.answer(run), CancelledError)
-        engine.promised.set_result(None)
-        assert front.answer(front.start(1.0, constant=WAITS, values=True)) == [1.0]
-        assert engine.batches == [1, 1]
-
-    def test_a_fit_goes_on_after_its_deadline(self, run_loop):
-        engine, front = run_loop()
-        run = front.start(1.0, constant=WAITS, values=True)
-        eventually(lambda: engine.batches)
-        run.segment.map[run.segment_layout.flag_offset] = 2  # what the driver of fits writes
+        later = front.start_alone(1.0, WAITS)
+        eventually(lambda: engine.batches == [1, 1])
+        later.segment.map[later.segment_layout.flag_offset] = 2  # written at the deadline of a fit
         time.sleep(2 * loop_module._LOOK_SECONDS)
         engine.promised.set_result(None)
-        assert front.answer(run) == [1.0]
+        assert front.answer(later) == [1.0], "a fit goes on after its deadline"
 
 
 class TestSharing:
     def test_small_requests_are_answered_between_the_steps_of_a_long_one(self, run_loop):
         engine, front = run_loop()
-        long = front.start(1.0, constant=SLOW, values=True)
+        long = front.start_alone(1.0, SLOW)
         eventually(lambda: engine.steps)
         for n in range(10):
             assert front.answer(front.start(n, tenant=("me", "another")[n % 2])) == [n]
         assert engine.steps < STEPS
         assert front.answer(long) == [1.0]
         assert engine.steps == STEPS
-
-
-class TestDeviceWork:
-    """Steps of one thread, which wait for a device."""
 
     def test_small_requests_are_answered_while_merged_ones_pause(self, held):
         engine, busy, front = held()
@@ -321,13 +308,13 @@ class TestDeviceWork:
         assert front.answer(front.start(4.0, tenant="modest")) == [4.0]
         assert engine.steps < STEPS
         merged[0].cancel()
-        assert [front.answer(run) for run in merged[1:]] == [[2.0], [3.0]]
+        assert front.answer(*merged[1:]) == [[2.0], [3.0]]
         assert engine.steps == STEPS
         assert front.answer(front.start(5.0, tenant="greedy")) == [5.0]
 
-    def test_others_run_while_a_step_waits_and_are_answered_first(self, run_loop):
+    def test_others_run_while_one_waits_for_the_device_and_are_answered_first(self, run_loop):
         engine, front = run_loop(2, threads=1)
-        first = front.start(1.0, constant=ON_DEVICE, values=True)
+        first = front.start_alone(1.0, ON_DEVICE)
         eventually(lambda: engine.device)
         for n in range(3):
             assert front.answer(front.start(n)) == [n]
@@ -335,9 +322,9 @@ class TestDeviceWork:
         engine.device[0].set()
         assert front.answer(first) == [1.0]
 
-    def test_no_more_steps_begin_than_the_engine_gains_from(self, run_loop):
+    def test_no_more_steps_wait_for_the_device_than_the_engine_gains_from(self, run_loop):
         engine, front = run_loop(2, threads=1)
-        runs = [front.start(n, constant=ON_DEVICE, values=True) for n in range(3)]
+        runs = [front.start_alone(n, ON_DEVICE) for n in range(3)]
         eventually(lambda: len(engine.device) == 2)
         time.sleep(0.05)
         assert len(engine.batches) == 2
@@ -346,16 +333,16 @@ class TestDeviceWork:
         eventually(lambda: len(engine.device) == 3)
         engine.device[0].set()
         engine.device[2].set()
-        assert [front.answer(run) for run in (runs[0], runs[2])] == [[0.0], [2.0]]
+        assert front.answer(runs[0], runs[2]) == [[0.0], [2.0]]
 
 
 class TestFailures:
     def test_a_front_end_that_dies_costs_its_own_requests(self, run_loop):
         engine, dying, living = run_loop(front_ends=2)
-        lost = [dying.start(1.0, constant=SLOW, values=True), dying.start(2.0, values=True)]
+        lost = [dying.start_alone(1.0, SLOW), dying.start_alone(2.0)]
         eventually(lambda: engine.steps > 3)
         dying.link.shut()
-        assert all(isinstance(dying.answer(run), UnavailableError) for run in lost)
+        assert all(isinstance(answer, UnavailableError) for answer in dying.answer(*lost))
         assert living.answer(living.start(3.0)) == [3.0]
         eventually(lambda: not dying.connection.requests)
         assert engine.steps < STEPS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +14,7 @@ from warpfit.losses import DIFFERENCE
 from warpfit.ops import OPERATORS
 from warpfit.parse import parse
 from warpfit_server import shared_batch
-from warpfit_server.engine import lowering_cache
+from warpfit_server.engine import lowering
 from warpfit_server.engine.autodiff import (
     BY_PARAMETERS,
     BY_VARIABLES,
@@ -27,8 +26,7 @@ from warpfit_server.engine.autodiff import (
 from warpfit_server.engine.cpu.derivatives import differentiation_work
 from warpfit_server.engine.cpu.interpreter import lowering_work
 from warpfit_server.engine.interface import run_to_end
-from warpfit_server.engine.lowering import Lowered, lower_chunk
-from warpfit_server.engine.lowering_cache import LoweringCache
+from warpfit_server.engine.lowering import Lowered, LoweringCache, lower_chunk
 from warpfit_server.engine.native.numba_cache import address_of, load_chunk_function
 from warpfit_server.engine.native.parallel_loop import ParallelLoop
 
@@ -110,58 +108,49 @@ def test_threads_lower_each_program_as_if_it_were_alone(lower, differentiated):
 # -------------------------------------------------------------------- the cache of what was lowered
 
 
-@pytest.fixture
-def made():
-    """Batches of which something was made."""
-    return []
-
-
-@pytest.fixture
-def make(made):
-    def make(batch):
-        made.append(batch)
-        yield None
-        return content(batch)
-
-    return make
+def of(*texts):
+    programs = [parse(text) for text in texts]
+    return Batch.of(programs, [np.ones(program.parameters) for program in programs])
 
 
 def content(batch):
     return batch.codes.sum(), batch.values.tobytes()
 
 
-def by_programs(cache, *given):
-    return run_to_end(cache.by_programs(*given))
+class Cache(LoweringCache):
+    """A cache, and the batches of which something was made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def make(self, batch):
+        self.made.append(batch)
+        yield None
+        return content(batch)
+
+    def ask(self, batch, needs=(), *, whole=False):
+        """Return what there is of a batch, by its programs, or by itself as of a fit."""
+        found = (self.by_batch if whole else self.by_programs)(batch, needs, self.make)
+        return run_to_end(found)
 
 
-def by_batch(cache, *given):
-    return run_to_end(cache.by_batch(*given))
-
-
-def of(*texts, parameters=None):
-    programs = [parse(text) for text in texts]
-    vectors = [np.full(p.parameters, 1.0) for p in programs] if parameters is None else parameters
-    return Batch.of(programs, vectors)
-
-
-def test_programs_are_cached_from_the_second_time_on(made, make):
-    cache = LoweringCache()
+def test_programs_are_cached_from_the_second_time_on():
+    cache, batch = Cache(), of("x1 + p1")
     for number in range(5):
-        batch = of("x1 + p1", parameters=[[float(number)]])
-        assert by_programs(cache, batch, (), make) == content(batch)
-    first, second = made
+        again = replace(batch, parameters=np.array([float(number)]))
+        assert cache.ask(again) == content(batch)
+    first, second = cache.made
     assert len(first.parameters) == 1
     assert len(second.parameters) == 0, "a copy without parameters"
     assert len(cache) == 1
 
 
-def test_cached_programs_do_not_change_with_the_memory_that_they_arrived_in(make):
-    cache, memory = LoweringCache(), of("x1 * 2.0").copy()
-    results = []
+def test_cached_programs_do_not_change_with_the_memory_that_they_arrived_in():
+    cache, memory = Cache(), of("x1 * 2.0").copy()
     for constant in (2.0, 2.0, 3.0, 2.0, 3.0, 2.0):
         memory.values[memory.values > 1] = constant
-        results.append(by_programs(cache, replace(memory), (), make)[1])
-    assert [np.frombuffer(one).max() for one in results] == [2.0, 2.0, 3.0, 2.0, 3.0, 2.0]
+        assert np.frombuffer(cache.ask(replace(memory))[1]).max() == constant
 
 
 @pytest.mark.parametrize(
@@ -176,66 +165,42 @@ def test_cached_programs_do_not_change_with_the_memory_that_they_arrived_in(make
         of("x1 * -0.0", "x2"),
     ],
 )
-def test_programs_with_the_same_hash_are_not_mixed_up(monkeypatch, make, other):
+def test_programs_with_the_same_hash_are_not_mixed_up(monkeypatch, other):
     monkeypatch.setattr(shared_batch, "_hash", lambda *_: 7)
-    cache, batch = LoweringCache(), of("x1 * 2.0", "x2")
-    for _ in range(3):
-        for one in (batch, other, of("x1 * 0.0", "x2")):
-            assert by_programs(cache, one, (), make) == content(one)
+    cache = Cache()
+    for one in (of("x1 * 2.0", "x2"), other, of("x1 * 0.0", "x2")) * 3:
+        assert cache.ask(one) == content(one)
 
 
-def test_results_for_other_needs_are_cached_separately(made, make):
-    cache, batch = LoweringCache(), of("x1")
-    for need in ("a", "b") * 3:
-        by_programs(cache, batch, (need,), make)
-        by_batch(cache, batch, (need,), make)
-    assert len(made) == 4 + 2
-
-
-def test_the_same_batch_is_cached_from_the_first_time_on(made, make):
-    cache, batch = LoweringCache(), of("x1 + p1")
-    for _ in range(3):
-        by_batch(cache, batch, (), make)
-    assert len(made) == 1
-    by_batch(cache, of("x1 + p1"), (), make)
-    assert len(made) == 2
-
-
-def test_the_cache_is_limited_by_the_tokens_of_its_batches(monkeypatch, made, make):
-    monkeypatch.setattr(lowering_cache, "_MOST_TOKENS", 1000)
-    monkeypatch.setattr(lowering_cache, "_LEAST_TOKENS", 1)
-    cache = LoweringCache()
-    batches = [Batch.of(*thesis_mix(seed, 10)) for seed in range(20)]
-    for batch in batches:
-        by_batch(cache, batch, (), make)
-    assert 0 < sum(tokens for tokens, *_ in cache._kept.values()) <= 1000
-    large = Batch.of(*thesis_mix(1, 100))
-    for _ in range(3):
-        assert by_programs(cache, large, (), make) == content(large)
-    assert len(large.codes) not in [tokens for tokens, *_ in cache._kept.values()]
-
-
-def test_what_was_made_of_a_batch_is_forgotten_with_it(made, make):
+def test_a_batch_is_cached_from_the_first_time_on_for_each_need_and_forgotten_with_it():
     """A fit's batches never come again, and what an engine makes of them is large."""
-    cache, batch = LoweringCache(), of("x1 + p1")
-    for need in "ab":
-        assert by_batch(cache, batch, (need,), make)
-    assert len(cache) == 2
-    made.clear()
+    cache, batch = Cache(), of("x1 + p1")
+    for need in ("a", "b") * 3:
+        cache.ask(batch, (need,), whole=True)
+    assert len(cache.made) == len(cache) == 2
+    cache.ask(of("x1 + p1"), ("a",), whole=True)
+    assert len(cache.made) == 3
+    cache.made.clear()
     del batch
     gc.collect()
     assert len(cache) == 0
+    kept = of("x1")
+    for need in ("a", "b") * 3:
+        cache.ask(kept, (need,))
+    assert len(cache.made) == 4
 
 
-def test_threads_share_the_cache(make):
-    cache, batches = LoweringCache(), [Batch.of(*thesis_mix(seed, 5)) for seed in range(10)]
-
-    def work(number):
-        batch = batches[number % 10]
-        return by_programs(cache, batch, (), make) == content(batch)
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(work, range(500)))
+def test_the_cache_is_limited_by_the_tokens_of_its_batches(monkeypatch):
+    monkeypatch.setattr(lowering, "_MOST_TOKENS", 1000)
+    monkeypatch.setattr(lowering, "_LEAST_TOKENS", 1)
+    cache, large = Cache(), Batch.of(*thesis_mix(1, 100))
+    batches = [Batch.of(*thesis_mix(seed, 10)) for seed in range(20)]
+    for batch in batches:
+        cache.ask(batch, whole=True)
+    assert 0 < sum(tokens for tokens, *_ in cache._kept.values()) <= 1000
+    for _ in range(3):
+        assert cache.ask(large) == content(large)
+    assert len(large.codes) not in [tokens for tokens, *_ in cache._kept.values()]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,19 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.engines.requests import written
 from support.random_programs import thesis_mix
 from warpfit.dataset import Dataset
-from warpfit.errors import InternalError
 from warpfit.ir import Batch, Program
 from warpfit.losses import Closing, LossFunction
 from warpfit.ops import BY_CODE, FIRST_OPERATOR
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine import request as requests
-from warpfit_server.engine.request import FrontEndConnection, Merger, Request
-from warpfit_server.ipc.engine_connection import InFlightRequest
-from warpfit_server.ipc.messages import Channel
-from warpfit_server.ipc.segments import Segment, SegmentPool
+from warpfit_server.engine.request import Merger, Request
 from warpfit_server.shared_batch import BatchSummary, SharedBatch, contents
 
 DATASET = Dataset.of(np.ones((8, 12)), np.ones(8))
@@ -45,20 +41,6 @@ class FakeEngine:
         return self.least
 
 
-def test_a_segment_that_is_too_small_for_its_layout_is_refused():
-    sent = InFlightRequest.of_evaluation(
-        Evaluation(DATASET.content_id, BATCH, loss=Loss.MSE, values=False), DATASET.layout, "me"
-    )
-    sent.write(SegmentPool(1 << 20).acquire(sent.segment_layout.nbytes, "me"))
-    small = Segment.create(sent.segment.identifier, sent.segment_layout.nbytes - 1)
-    ours, theirs = Channel.pair()
-    connection = FrontEndConnection(ours)
-    with theirs, pytest.raises(InternalError, match="too small"):
-        connection.receive(sent.message()._replace(size=small.size), os.dup(small.descriptor))
-    assert not connection.requests
-    ours.close()
-
-
 @pytest.fixture
 def engine():
     return FakeEngine()
@@ -67,16 +49,11 @@ def engine():
 @pytest.fixture
 def plan(engine):
     """Return a function that makes a request for some programs, and plans its merging."""
-    merger, pool, random = Merger(engine), SegmentPool(1 << 20), np.random.default_rng(1)
+    merger = Merger(engine)
 
     def plan(batch=BATCH, *, alone=0.0, **options):
         options = {"loss": Loss.MSE, "values": False, **options}
-        sent = InFlightRequest.of_evaluation(
-            Evaluation(DATASET.content_id, batch, **options), DATASET.layout, "me"
-        )
-        segment = pool.acquire(sent.segment_layout.nbytes, "me")
-        segment.view()[:] = random.bytes(segment.size)  # as earlier requests have left it
-        sent.write(segment)
+        sent = written(Evaluation(DATASET.content_id, batch, **options), DATASET.layout)
         sent.alone = alone
         request = Request(None, sent.message(), sent.segment)
         merger.plan(request)
@@ -99,11 +76,23 @@ def test_requests_that_differ_in_nothing_but_programs_have_the_same_key(key, gra
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"loss": Loss.MAE}, {"rows": (0, 7)}, {"precision": Precision.FAST}, {"gradient": True}],
+    ("options", "runs_alone"),
+    [
+        *(({"loss": Loss.MAE}, False), ({"rows": (0, 7)}, False), ({"gradient": True}, False)),
+        ({"precision": Precision.FAST}, False),
+        # What wants more than losses, or is a suspect.
+        *(({"values": True}, True), ({"loss": None, "values": True}, True)),
+        ({"gradient": True, "values": True}, True),
+        ({"gradient": True, "variable_gradient": True}, True),
+        ({"linear_scaling": True}, True),
+        ({"loss": None, "custom_loss": LossFunction(parse("x1 - x2"), Closing.SUM)}, True),
+        *(({"tier": Tier.COMPILED}, True), ({"alone": 1.0}, True)),
+    ],
 )
-def test_requests_that_differ_in_more_than_programs_are_not_merged(key, options):
-    assert key(BATCH[:10], **options) not in (key(BATCH[10:20]), None)
+def test_requests_that_differ_in_more_than_programs_are_not_merged(key, options, runs_alone):
+    found = key(BATCH[:10], **options)
+    assert found != key(BATCH[10:20])
+    assert (found is None) == runs_alone
 
 
 def test_parameter_vectors_must_be_equally_many(key):
@@ -112,39 +101,19 @@ def test_parameter_vectors_must_be_equally_many(key):
     assert key(twice) not in (key(BATCH[10:20]), None)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"values": True},
-        {"loss": None, "values": True},
-        {"gradient": True, "values": True},
-        {"gradient": True, "variable_gradient": True},
-        {"linear_scaling": True},
-        {"loss": None, "custom_loss": LossFunction(parse("x1 - x2"), Closing.SUM)},
-        {"tier": Tier.COMPILED},
-        {"alone": 1.0},
-    ],
-)
-def test_requests_for_more_than_losses_and_suspects_run_by_themselves(key, options):
-    assert key(**options) is None
-
-
 def test_long_requests_run_by_themselves(key, engine, monkeypatch):
     engine.step_size = 8 * BATCH[:20].token_count
     assert key(BATCH[:20]) is not None
     assert key(BATCH[:30]) is None
-    monkeypatch.setattr(requests, "_MOST_NUMBERS", BATCH[40:50].token_count + 10)
+    tokens = BATCH[40:50].token_count
+    monkeypatch.setattr(requests, "_MOST_NUMBERS", tokens + 10)
     assert key(BATCH[40:50]) is not None
     assert key(BATCH[60:80], rows=(0, 1)) is None
-    few = Batch.of([parse("x1")], [np.empty((BATCH[40:50].token_count, 0))])
-    assert key(few, rows=(0, 1)) is not None
-    many = Batch.of([parse("x1")], [np.empty((2 * BATCH[40:50].token_count, 0))])
-    assert key(many, rows=(0, 1)) is None
-
-
-def test_nothing_is_merged_on_a_data_set_that_does_not_gain_from_it(key, engine):
+    for vectors, is_long in ((tokens, False), (2 * tokens, True)):
+        batch = Batch.of([parse("x1")], [np.empty((vectors, 0))])
+        assert (key(batch, rows=(0, 1)) is None) == is_long
     engine.loaded.clear()
-    assert key() is None
+    assert key(BATCH[:20]) is None, "a data set that gains nothing from it"
 
 
 @pytest.mark.parametrize("programs", [1, 10, 300])
@@ -173,6 +142,7 @@ def test_engines_look_for_kernels_of_batches_that_have_come_before_alone(plan, o
 
 
 ARRAYS = ("codes", "values", "lengths", "parameter_counts", "parameters")
+PARTS = ((0, 7), (7, 8), (8, 60))
 SUM = """
 from support.random_programs import thesis_mix
 from warpfit.ir import Batch
@@ -181,14 +151,10 @@ print(BatchSummary.of(Batch.of(*thesis_mix(1, 50))).identity)
 """
 
 
-def written(batch):
-    """Write a request for the losses of a batch into a segment full of other things."""
-    asked = Evaluation(DATASET.content_id, batch, loss=Loss.MSE, values=False)
-    request = InFlightRequest.of_evaluation(asked, DATASET.layout)
-    segment = SegmentPool(1 << 20).acquire(request.segment_layout.nbytes)
-    segment.view()[:] = np.random.default_rng(1).bytes(segment.size)
-    request.write(segment)
-    return request
+def assert_same(found, expected, *, strict=True):
+    for name in ARRAYS:
+        one, other = getattr(found, name), getattr(expected, name)
+        np.testing.assert_array_equal(one, other, strict=strict)
 
 
 def whole_batch(vectors=1):
@@ -199,11 +165,9 @@ def whole_batch(vectors=1):
 @pytest.mark.parametrize("identify", [lambda batch: BatchSummary.of(batch).identity, contents])
 def test_batches_are_known_by_their_tokens_and_not_by_parameters(identify):
     programs, parameters = thesis_mix(1, 50)
-    seen = {identify(Batch.of(*thesis_mix(seed, 50))) for seed in range(12)}
-    assert len(seen) == 12
-    batch = Batch.of(programs, parameters)
+    assert len({identify(Batch.of(*thesis_mix(seed, 50))) for seed in range(12)}) == 12
     moved = Batch.of(programs, [vector + 1.0 for vector in parameters])
-    assert identify(batch) == identify(moved)
+    assert identify(Batch.of(programs, parameters)) == identify(moved)
     x, c = Program.variable(0), Program.constant
     close = [Program.apply("add", x, c(0.0)), Program.apply("add", x, c(-0.0))]
     close += [Program.apply("sub", x, c(0.0)), Program.apply("add", c(0.0), x)]
@@ -221,11 +185,12 @@ def test_all_processes_have_the_same_hash():
 @pytest.mark.parametrize("vectors", [1, 3])
 def test_a_batch_lies_in_a_segment_as_it_was_sent(vectors):
     batch = whole_batch(vectors)
-    request = written(batch)
+    request = written(
+        Evaluation(DATASET.content_id, batch, loss=Loss.MSE, values=False), DATASET.layout
+    )
     layout = request.segment_layout
     found = layout.batch(request.segment)
-    for name in ARRAYS:
-        np.testing.assert_array_equal(getattr(found, name), getattr(batch, name), strict=True)
+    assert_same(found, batch)
     assert found.summary == BatchSummary.of(batch) == layout.summary
     assert (len(found), found.token_count) == (60, batch.token_count)
     assert not found.is_apart
@@ -235,23 +200,21 @@ def test_a_batch_lies_in_a_segment_as_it_was_sent(vectors):
     lengths = batch.lengths.astype(int)
     assert layout.typical == (lengths**2).sum() // lengths.sum()
     parts = request.split([0, 7, 8, 60])
-    assert [part.segment_layout.batch(request.segment).is_apart for part in parts] == [0, 1, 1]
-    for part, (first, stop) in zip(parts, ((0, 7), (7, 8), (8, 60)), strict=True):
+    for part, (first, stop) in zip(parts, PARTS, strict=True):
         own = part.segment_layout.batch(request.segment)
-        for name in ARRAYS:
-            np.testing.assert_array_equal(getattr(own, name), getattr(batch[first:stop], name))
+        assert own.is_apart == (first > 0)
+        assert_same(own, batch[first:stop], strict=False)
         assert own.summary == BatchSummary.of(batch[first:stop])
 
 
 def test_several_batches_are_joined_in_turn():
     batch = whole_batch(2)
-    parts = [batch[first:stop] for first, stop in ((0, 7), (7, 8), (8, 60))]
+    parts = [batch[first:stop] for first, stop in PARTS]
     shared = SharedBatch([SharedBatch.viewing(part).parts[0] for part in parts], 2)
     assert (len(shared), shared.token_count) == (60, batch.token_count)
     assert shared.parameter_total == len(batch.parameters)
     assert shared.is_apart
-    for name in ARRAYS:
-        np.testing.assert_array_equal(getattr(shared, name), getattr(batch, name), strict=True)
+    assert_same(shared, batch)
     known, whole = shared.summary, BatchSummary.of(batch)
     assert (known.longest, known.operators) == (whole.longest, whole.operators)
     assert abs(known.typical - whole.typical) <= 1

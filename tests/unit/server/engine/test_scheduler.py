@@ -180,19 +180,25 @@ def test_a_health_probe_is_no_second_tenant():
 
 def test_only_equal_keys_are_merged_up_to_the_size_of_a_step():
     scheduler = Scheduler(merged_size=100)
-    first, other, too_large = (
-        ScheduledRequest("a", key, size) for key, size in (("x", 60), ("other", 10), ("x", 50))
-    )
-    fits, alone = ScheduledRequest("b", "x", 40), ScheduledRequest("b")
+    sizes = (("a", "x", 60), ("a", "other", 10), ("a", "x", 50), ("b", "x", 40))
+    first, other, too_large, fits = (ScheduledRequest(*each) for each in sizes)
+    alone = ScheduledRequest("b")
     for request in (first, other, too_large, fits, alone):
         scheduler.add(request)
     assert scheduler.next() == [first, fits]
-    rest = []
-    while step := scheduler.next():
-        assert len(step) == 1
-        rest += step
-    assert {*rest} == {other, too_large, alone}
+    assert {scheduler.next()[0] for _ in range(3)} == {other, too_large, alone}
     assert len(scheduler) == 0
+
+
+def test_requests_that_have_begun_are_not_merged():
+    scheduler = Scheduler(merged_size=100)
+    first, second, third = (ScheduledRequest(tenant, "key", 10) for tenant in "aab")
+    for later in (second, third):
+        scheduler.add(first)
+        assert scheduler.next() == [first]
+        scheduler.ran([first], 0.001)
+        scheduler.add(later)
+    assert scheduler.next() == [third, second]
 
 
 def test_a_request_runs_alone_while_too_few_wait_to_be_merged_with_it():
@@ -213,21 +219,6 @@ def test_a_request_runs_alone_while_too_few_wait_to_be_merged_with_it():
     scheduler.add(lone := ScheduledRequest("a", "x", 10, merge_from=2))
     assert scheduler.next() == [lone]
     assert lone.merge_key is None
-
-
-def test_requests_that_have_begun_are_not_merged():
-    scheduler = Scheduler(merged_size=100)
-    first, second, third = (ScheduledRequest(tenant, "key", 10) for tenant in "aab")
-    scheduler.add(first)
-    assert scheduler.next() == [first]
-    scheduler.ran([first], 0.001)
-    scheduler.add(second)
-    scheduler.add(first)
-    assert scheduler.next() == [first]
-    scheduler.ran([first], 0.001)
-    scheduler.add(first)
-    scheduler.add(third)
-    assert scheduler.next() == [third, second]
 
 
 # ----------------------------------------------------------------------------------------- suspects
@@ -273,28 +264,20 @@ def steps():
     return Steps()
 
 
-def test_a_suspect_waits_for_running_steps_and_others_wait_for_the_suspect(steps):
+def test_a_suspect_waits_for_running_steps_and_runs_all_its_own_alone(steps):
     before = steps.add("before")
     assert steps.next() is before
     suspect, after = steps.add("suspect", 5.0), steps.add("after")
     assert steps.next() is None
     assert suspect.state == QUEUED
     steps.end(before)
-    assert steps.next() is suspect
-    assert suspect.state == ALONE
-    assert steps.next() is None
-    steps.end(suspect)
-    assert steps.next() is after
-    assert steps.scheduler.timeout is None
-
-
-def test_a_suspect_runs_all_its_steps_alone(steps):
-    suspect, after = steps.add("suspect", 5.0), steps.add("after")
     for finished in (False, False, True):
         assert steps.next() is suspect
+        assert suspect.state == ALONE
         assert steps.next() is None
         steps.end(suspect, finished=finished)
     assert steps.next() is after
+    assert steps.scheduler.timeout is None
 
 
 def test_a_suspect_that_takes_too_long_runs_beside_others_and_its_state_says_so(steps):
@@ -310,14 +293,21 @@ def test_a_suspect_that_takes_too_long_runs_beside_others_and_its_state_says_so(
     assert suspect.state == PROVEN
 
 
-def test_a_long_step_does_not_keep_a_suspect_waiting_for_ever(steps):
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_suspect_waits_for_a_long_step_for_some_time_and_not_once_it_is_cancelled(
+    steps, is_cancelled
+):
     long = steps.add("long")
     steps.next()
-    suspect, after = steps.add("suspect", 2.0), steps.add("after")
+    suspect = steps.add("suspect", 2.0)
     assert steps.next() is None
-    steps.now += 2.1
+    suspect.is_cancelled, steps.now = is_cancelled, 0.0 if is_cancelled else 2.1
     assert steps.next() is suspect
-    assert suspect.state == BEGUN
+    if is_cancelled:
+        steps.end(suspect)
+    else:
+        assert suspect.state == BEGUN
+    after = steps.add("after")
     assert steps.next() is after
     steps.end(long)
 
@@ -332,30 +322,6 @@ def test_probes_run_beside_a_suspect(steps):
     other = steps.add("other suspect", 2.0)
     assert steps.next() is other
     assert other.state == ALONE
-
-
-def test_a_cancelled_suspect_does_not_wait(steps):
-    long = steps.add("long")
-    steps.next()
-    suspect = steps.add("suspect", 60.0)
-    assert steps.next() is None
-    suspect.is_cancelled = True
-    assert steps.next() is suspect
-    steps.end(suspect)
-    after = steps.add("after")
-    assert steps.next() is after
-    steps.end(long)
-
-
-def test_waiting_requests_are_merged_and_the_cost_is_shared():
-    simulation = Simulation(threads=1, merged_size=100)
-    calls = [
-        call(name, 0.0, 0.001, merge_key="same", size=10) for name in "abcd" for _ in range(25)
-    ]
-    simulation.run(calls, until=1.0)
-    assert all(one.ended >= 0 for one in calls)
-    assert simulation.steps == 10, "ten of them fill a step"
-    assert max(simulation.used.values()) == pytest.approx(min(simulation.used.values()))
 
 
 def test_a_tenant_that_was_idle_has_priority_for_a_bounded_time():

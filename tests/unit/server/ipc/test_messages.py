@@ -4,7 +4,7 @@ import gc
 import math
 import os
 import resource
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -43,18 +43,12 @@ def note(size):
 def test_messages_arrive_whole_and_in_order(ends):
     ours, theirs = ends
     sizes = [0, 1, 4_096, 200_000, 3_000_000, 5]
-
-    def send():
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: [ours.send(note(size)) for size in sizes])
         for size in sizes:
-            ours.send(note(size))
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    for size in sizes:
-        message, descriptor = theirs.receive()
-        assert (len(message.key), message.error.reason) == (size, "REASON")
-        assert descriptor is None
-    thread.join()
+            message, descriptor = theirs.receive()
+            assert (len(message.key), message.error.reason) == (size, "REASON")
+            assert descriptor is None
 
 
 def test_the_messages_of_every_call_arrive_as_they_were(ends):
@@ -102,24 +96,12 @@ def test_a_message_that_is_too_long_fails_alone(ends):
     assert len(theirs.receive()[0].key) == 2
 
 
-@contextmanager
-def full():
-    """Let this process open no more files, even where another thread closes some."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # 0, 1 and 2 are open
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_descriptors_are_left_out_while_no_more_files_can_be_opened(ends):
     ours, theirs = ends
     with Path(os.devnull).open() as null:
-        ours.send(note(0))
-        ours.send(note(1), null.fileno())
-        ours.send(note(2))
-        with full():
+        for size, descriptor in enumerate((None, null.fileno(), None)):
+            ours.send(note(size), descriptor)
+        with few_files(0):
             lost = [theirs.receive() for _ in range(3)]
             for function in (socket_pair, lambda: Segment.create(1, 4096)):
                 with pytest.raises(ResourceExhaustedError) as caught:
@@ -132,7 +114,7 @@ def test_descriptors_are_left_out_while_no_more_files_can_be_opened(ends):
     os.close(found)
 
 
-def test_sending_fails_when_the_other_end_does_not_read(ends):
+def test_sending_fails_when_the_other_end_does_not_read_or_is_gone(ends):
     ours, theirs = ends
     ours.give_up_after(0.2)
     with pytest.raises(ChannelClosedError):
@@ -141,16 +123,11 @@ def test_sending_fails_when_the_other_end_does_not_read(ends):
     with pytest.raises(ChannelClosedError):  # a message was cut off: nothing follows it
         while True:
             theirs.receive()
-
-
-def test_sending_and_receiving_fail_when_the_other_end_is_gone(ends):
-    ours, theirs = ends
-    theirs.close()
-    with pytest.raises(ChannelClosedError):
-        ours.receive()
-    with pytest.raises(ChannelClosedError):
-        for _ in range(10):
-            ours.send(note(100_000))
+    ours, socket = Channel.pair()
+    socket.close()
+    for use in (ours.receive, lambda: [ours.send(note(100_000)) for _ in range(10)]):
+        with pytest.raises(ChannelClosedError):
+            use()
 
 
 # ----------------------------------------------------------------------------------------- segments

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from support.servers.server import eventually
 from warpfit.errors import UnavailableError
 from warpfit.request import Timings
 from warpfit_server import metrics
@@ -59,28 +61,17 @@ def test_lines_keep_to_the_rate_and_left_out_ones_are_counted(burst, rate, pause
             assert count <= burst + rate * (end - begin) + 1e-6
 
 
-@pytest.fixture
-def end(caplog):
-    """A function that ends a call and returns all lines so far."""
-    observer = Observer(SimpleNamespace(begin=None, end=lambda call: None))
-
-    def end(status, tenant="alice"):
-        observer.end(CallRecord("Evaluate", "id", 0, tenant), status)
-        return [record.getMessage() for record in caplog.records]
-
-    return end
-
-
-def test_the_next_line_says_how_many_were_left_out(caplog, end, monkeypatch):
+def test_the_next_line_says_how_many_were_left_out(caplog, monkeypatch):
     caplog.set_level(logging.INFO, "warpfit.requests")
-    now = 0
+    observer, now = Observer(SimpleNamespace(begin=None, end=lambda call: None)), 0
     monkeypatch.setattr("time.monotonic_ns", lambda: now)
-    for _ in range(137):
-        end("INVALID_ARGUMENT")
-    now = 1_500_000_000
-    line = end("INVALID_ARGUMENT")[-1]
-    assert line.endswith("after 1.500 s, after 37 failed calls of tenant alice without a line")
-    assert caplog.records[-1].fields["left_out"] == 37
+    for number in range(138):
+        now = 1_500_000_000 * (number // 137)
+        observer.end(CallRecord("Evaluate", "id", 0, "alice"), "INVALID_ARGUMENT")
+    last = caplog.records[-1]
+    told = "after 1.500 s, after 37 failed calls of tenant alice without a line"
+    assert last.getMessage().endswith(told)
+    assert last.fields["left_out"] == 37
     assert len(caplog.records) == 101
 
 
@@ -155,9 +146,7 @@ SERIES = 10_000
 class Page(Collector):
     """Many numbers, or an error."""
 
-    def __init__(self):
-        self.is_broken = False
-        self.is_ready = True
+    is_broken = False
 
     def collect(self):
         if self.is_broken:
@@ -168,35 +157,32 @@ class Page(Collector):
         yield family
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def page():
     return Page()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def port(page):
     made = MetricsPort(page, "127.0.0.1", 0)
     yield made.port
     made.stop()
 
 
-def request(port, method="GET", path="/metrics", **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    try:
-        connection.request(method, path, headers=headers)
+def request(port, method="GET", path="/metrics"):
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        connection.request(method, path)
         answer = connection.getresponse()
         return answer.status, answer.read()
-    finally:
-        connection.close()
-
-
-def connect(port):
-    return socket.create_connection(("127.0.0.1", port), timeout=10)
 
 
 def is_whole(answer):
     status, content = answer
     return status == 200 and content.count(b"\nwarpfit_ready{") == SERIES
+
+
+def connect(port):
+    return socket.create_connection(("127.0.0.1", port), timeout=10)
 
 
 def test_the_page(port, page):
@@ -213,34 +199,21 @@ def test_the_page(port, page):
     "sent", [b"", b"\r\n\r\n", b"\x00" * 100 + b"\r\n\r\n", b"GET /metrics", b"x" * (1 << 20)]
 )
 def test_whatever_is_sent_the_port_lives_on(port, sent):
-    with connect(port) as client:
-        try:
-            client.sendall(sent)
-            client.shutdown(socket.SHUT_WR)
-            client.recv(1 << 16)
-        except OSError:
-            pass  # it has closed the connection
+    with connect(port) as client, suppress(OSError):  # it closes the connection
+        client.sendall(sent)
+        client.shutdown(socket.SHUT_WR)
+        client.recv(1 << 16)
     assert is_whole(request(port))
 
 
 @pytest.mark.thorough
 def test_many_silent_connections_cost_few_threads_and_keep_nobody_out(port):
     before = threading.active_count()
-    clients = []
-    try:
-        clients.extend(connect(port) for _ in range(100))
+    with ExitStack() as stack, suppress(ConnectionResetError):
+        clients = [stack.enter_context(connect(port)) for _ in range(100)]
         assert is_whole(request(port))
-        deadline = time.monotonic() + 10
-        while threading.active_count() > before + metrics._MOST_CONNECTIONS:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        oldest = clients[0]
-        assert oldest.recv(1) == b""  # it made room
-    except ConnectionResetError:
-        pass
-    finally:
-        for client in clients:
-            client.close()
+        eventually(lambda: threading.active_count() <= before + metrics._MOST_CONNECTIONS, 10)
+        assert clients[0].recv(1) == b""  # it made room
 
 
 def test_a_silent_client_and_one_that_takes_no_answer_are_cut_off(port, monkeypatch):
@@ -250,10 +223,7 @@ def test_a_silent_client_and_one_that_takes_no_answer_are_cut_off(port, monkeypa
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.sendall(b"GET /metrics HTTP/1.1\r\n\r\n" * 100)
         assert silent.recv(1) == b""
-        deadline = time.monotonic() + 10
-        while threading.active_count() > before and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert threading.active_count() <= before
+        eventually(lambda: threading.active_count() <= before, 10)
 
 
 @pytest.mark.parametrize("host", ["nohost.invalid", "a b", "x" * 300, "a..b", "203.0.113.1"])
@@ -317,8 +287,8 @@ def test_calls_that_end_in_many_threads_are_all_counted():
 def test_calls_of_a_process_that_died_are_not_in_flight():
     recorder = Recorder()
     recorder.begin(ended())
-    recorder.add(7, MetricsDelta(in_flight=3))
-    recorder.add(8, MetricsDelta(in_flight=1))
+    for process, count in ((7, 3), (8, 1)):
+        recorder.add(process, MetricsDelta(in_flight=count))
     assert recorder.totals().in_flight == 5
     recorder.forget(7)
     assert recorder.totals().in_flight == 2
@@ -327,22 +297,12 @@ def test_calls_of_a_process_that_died_are_not_in_flight():
 # --------------------------------------------------------------------------------------------- GPUs
 
 
-class NvmlError(Exception):
-    pass
-
-
 def fake_nvml():
     """As much of pynvml as is used, with two GPUs."""
-
-    def by_index(index):
-        if index > 1:
-            raise NvmlError("no such GPU")
-        return index
-
     return SimpleNamespace(
-        NVMLError=NvmlError,
+        NVMLError=LookupError,  # of what is not there
         nvmlDeviceGetCount=lambda: 2,
-        nvmlDeviceGetHandleByIndex=by_index,
+        nvmlDeviceGetHandleByIndex=[0, 1].__getitem__,
         nvmlDeviceGetHandleByUUID={"GPU-a": 0, "GPU-b": 1}.__getitem__,
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=100 + handle, total=1000),
         nvmlDeviceGetIndex=lambda handle: handle,

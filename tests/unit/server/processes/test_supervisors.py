@@ -46,6 +46,7 @@ from warpfit_server.processes.front_end import MainProcess
 from warpfit_server.processes.front_ends import FrontEnds
 from warpfit_server.processes.supervisor import State, Supervisor
 from warpfit_server.processes.watchdog import Watchdog
+from warpfit_server.system.sockets import socket_pair
 from warpfit_server.tenancy.quotas import QuotaTable
 
 CONFIG = Config(devices="cpu:2", front_ends=2, hang_seconds=30.0)
@@ -162,32 +163,39 @@ def test_a_front_end_answers_while_its_last_right_probe_is_recent(watchdog, fron
     assert not watchdog.all_answered_by(0)
     probe.ended -= 6.0
     assert not watchdog.all_answered_by(1)
+    watchdog.resumed = time.monotonic() - 1.0  # it was stopped itself meanwhile
+    assert watchdog.all_answered_by(1)
 
 
-def test_a_front_end_is_replaced_if_the_engine_answers_only_others(watchdog, front_end):
+LONG = 1e9
+
+
+@pytest.mark.parametrize(
+    ("silent", "unanswered", "engine_answers", "resumed", "cause"),
+    [
+        # A hung engine may have answered this process a moment earlier than the front end.
+        *((0.0, 40.0, seconds, LONG, None) for seconds in (-math.inf, 0.0, 31.0)),
+        (0.0, 40.0, 32.1, LONG, "no_answer"),
+        # One that was stopped for a short time was due to send a message as it was stopped.
+        (30.4, 31.9, LONG, LONG, None),
+        (30.6, 31.9, LONG, LONG, "silent"),
+        # Silence counts only while this process hears.
+        (40.0, 40.0, LONG, 1.0, None),
+        (40.0, 40.0, LONG, 31.0, "silent"),
+    ],
+)
+def test_a_front_end_is_replaced_that_says_nothing_or_is_not_answered_like_others(
+    watchdog, front_end, silent, unanswered, engine_answers, resumed, cause
+):
+    """Seconds for which that has been so."""
     now = time.monotonic()
-    front_end.probes[1].answered = now - 40.0
-    # An engine that has hung may have answered this process a moment earlier than the front end.
-    for moment in (math.inf, now, now - 31.0):
-        watchdog.engines[1].answering_since = moment
-        watchdog.look_at_front_ends(now)
-        assert not front_end.killed
-    watchdog.engines[1].answering_since = now - 32.1
-    watchdog.look_at_front_ends(now)
-    assert front_end.killed and front_end.cause == "no_answer"
-
-
-def test_a_front_end_that_was_stopped_for_a_short_time_is_not_replaced(watchdog, front_end):
-    front_end.last_message = time.monotonic() - 30.4  # it was due to send one as it was stopped
-    for probe in front_end.probes:
-        probe.answered = time.monotonic() - 31.9
-    watchdog.look_at_front_ends(time.monotonic())
-    assert not front_end.killed
-    front_end.last_message -= 0.2
+    front_end.last_message, front_end.probes[1].answered = now - silent, now - unanswered
+    watchdog.engines[1].answering_since = now - engine_answers
+    watchdog.resumed = now - resumed
     for _ in range(2):
-        watchdog.look_at_front_ends(time.monotonic())
-    assert front_end.killed == [True], "once, although it may take a while to end"
-    assert front_end.cause == "silent"
+        watchdog.look_at_front_ends(now)
+    assert len(front_end.killed) == (cause is not None), "once, although it may take a while to end"
+    assert cause is None or front_end.cause == cause
 
 
 def test_a_new_front_end_ends_no_readiness(watchdog, front_end):
@@ -200,33 +208,28 @@ def test_a_new_front_end_ends_no_readiness(watchdog, front_end):
     assert not watchdog.all_answered_by(0)
 
 
-def test_silence_counts_only_while_this_process_hears(watchdog, front_end):
-    probe = front_end.probes[0]
-    probe.answers, probe.ended = True, time.monotonic() - 40.0
-    front_end.last_message = probe.answered = time.monotonic() - 40.0
-    watchdog.resumed = time.monotonic() - 1.0
-    watchdog.look_at_front_ends(time.monotonic())
-    assert watchdog.all_answered_by(0) and not front_end.killed
-    watchdog.resumed -= 30.0
-    assert not watchdog.all_answered_by(0)
-    watchdog.look_at_front_ends(time.monotonic())
-    assert front_end.killed
-
-
-@pytest.mark.parametrize("waiting", [False, True])
 def test_a_front_end_that_does_not_start_is_replaced_and_not_waited_for(
-    monkeypatch, front_ends, watchdog, front_end, waiting
+    monkeypatch, front_ends, watchdog, front_end
 ):
     monkeypatch.setattr(Config, "start_seconds", 0.3)
     front_end.state, front_end.since = State.STARTING, time.monotonic()
     watchdog.look_at_front_ends(time.monotonic())
     assert not front_end.killed
-    if waiting:
-        with pytest.raises(UnavailableError, match="did not start"):
-            front_ends.open(lambda: False)
+    with pytest.raises(UnavailableError, match="did not start"):
+        front_ends.open(lambda: False)
     front_end.since -= 0.4
     watchdog.look_at_front_ends(time.monotonic())
     assert front_end.killed
+
+
+def test_a_front_end_that_cannot_serve_says_why(front_ends, front_end):
+    front_end.handle(None, messages.FrontEndFailed(FULL), None)
+    for supervisor in front_ends.supervisors:
+        supervisor.settled.set()
+    with pytest.raises(ResourceExhaustedError, match="no room"):
+        front_ends.open(lambda: False)
+    front_end.ready(front_end.channel)
+    assert front_ends.failure is None
 
 
 @pytest.mark.parametrize("error", [FULL, ChannelClosedError("it is gone")])
@@ -242,11 +245,10 @@ def test_what_a_front_end_cannot_be_told_fails_nothing(front_ends, front_end, er
 def test_a_front_end_that_reads_nothing_stops_the_others_for_a_moment_only(
     front_ends, front_end, monkeypatch
 ):
-    popen = SimpleNamespace(pid=7)
-    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: popen)
-    held = []
-    pair = Channel.pair()
-    monkeypatch.setattr(Channel, "pair", lambda: (pair[0], held.append(pair[1].dup()) or pair[1]))
+    ours, theirs = Channel.pair()
+    held = theirs.dup()
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: SimpleNamespace(pid=7))
+    monkeypatch.setattr(Channel, "pair", lambda: (ours, theirs))
     front_end.process, front_end.channel = front_end.spawn()
     longest = 0.0
     for _ in range(20_000):
@@ -254,17 +256,8 @@ def test_a_front_end_that_reads_nothing_stops_the_others_for_a_moment_only(
         front_ends.withdraw_dataset(bytes(32))
         longest = max(longest, time.monotonic() - began)
     assert 0.5 < longest < 2.5, "the others' uploads wait meanwhile"
-    pair[0].close(), held[0].close()
-
-
-def test_a_front_end_that_cannot_serve_says_why(front_ends, front_end):
-    front_end.handle(None, messages.FrontEndFailed(FULL), None)
-    for supervisor in front_ends.supervisors:
-        supervisor.settled.set()
-    with pytest.raises(ResourceExhaustedError, match="no room"):
-        front_ends.open(lambda: False)
-    front_end.ready(front_end.channel)
-    assert front_ends.failure is None
+    for end in (ours, held):
+        end.close()
 
 
 @pytest.mark.parametrize("error", [FULL, BlockingIOError("no process"), KeyError("a bug")])
@@ -288,12 +281,17 @@ def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch, caplog, er
 
 
 class TestQuestions:
-    def upload(self, front_ends, front_end, dataset, pool):
+    @pytest.fixture
+    def begun(self, front_ends, front_end):
+        """The number of an upload that has begun."""
+        return ask(front_ends, front_end, "begin", DATA.layout, b"", "tenant", 1 << 30)
+
+    def upload(self, front_ends, front_end, dataset):
         """Upload a data set over questions, as a front end does."""
         layout = replace(dataset.layout, names=())
         own = layout, codec.encode_names(dataset.layout.names), "tenant", 1 << 30
         number = ask(front_ends, front_end, "begin", *own)
-        segment = pool.create(dataset.layout.nbytes)
+        segment = SegmentPool(0).create(dataset.layout.nbytes)
         segment.write(dataset.matrix.data.cast("B"), 0)
         ask(front_ends, front_end, "reserve", number, dataset.layout.nbytes)
         rest = number, dataset.content_id, layout, 0
@@ -302,7 +300,7 @@ class TestQuestions:
 
     def test_an_upload_becomes_a_data_set_that_all_are_told_of(self, front_ends, front_end):
         dataset = Dataset.of(np.arange(12.0).reshape(4, 3), names=("a", "b", "c"))
-        found = self.upload(front_ends, front_end, dataset, SegmentPool(0))
+        found = self.upload(front_ends, front_end, dataset)
         assert found.is_fresh and found.names
         announced = [m for m in front_end.told if isinstance(m, messages.DatasetAnnounced)]
         assert announced[0].found == found._replace(names=b""), "they may be long"
@@ -316,34 +314,28 @@ class TestQuestions:
             held = stored.segment.array(dataset.layout.dtype, (3, 4))
             np.testing.assert_array_equal(held, dataset.matrix)
         assert ask(front_ends, front_end, "describe", "tenant")[1] == 1
-
-    def test_a_device_that_has_loaded_a_data_set_is_known_to_all(self, front_ends, front_end):
-        found = self.upload(front_ends, front_end, DATA, SegmentPool(0))
         ask(front_ends, front_end, "load", 1, found.key)
         assert messages.DatasetHeld(1, found.key) in front_end.told
         assert ask(front_ends, front_end, "find", found.key).engines == (1,)
 
-    def test_uploads_of_a_front_end_that_dies_count_no_more(self, front_ends, front_end):
-        number = ask(front_ends, front_end, "begin", DATA.layout, b"", "tenant", 1 << 30)
-        ask(front_ends, front_end, "reserve", number, 100)
+    def test_uploads_of_a_front_end_that_dies_count_no_more(self, front_ends, front_end, begun):
+        ask(front_ends, front_end, "reserve", begun, 100)
         assert front_ends.datasets.usage().nbytes == 100
         front_end.lost()
         assert front_ends.datasets.usage().nbytes == 0
 
-    def test_a_commit_without_its_memory_is_refused(self, front_ends, front_end):
-        number = ask(front_ends, front_end, "begin", DATA.layout, b"", "tenant", 1 << 30)
+    def test_a_commit_without_its_memory_is_refused_and_leaves_nothing_open(
+        self, front_ends, front_end, begun
+    ):
+        commit = "commit", begun, b"id", DATA.layout, 0
         with pytest.raises(ResourceExhaustedError, match="open no more files"):
-            ask(front_ends, front_end, "commit", number, b"id", DATA.layout, 0)
-        ask(front_ends, front_end, "abandon", number)
-
-    def test_a_commit_that_cannot_be_mapped_leaves_nothing_open(self, front_ends, front_end):
-        number = ask(front_ends, front_end, "begin", DATA.layout, b"", "tenant", 1 << 30)
-        empty = os.memfd_create("empty")
+            ask(front_ends, front_end, *commit)
+        empty = os.memfd_create("empty")  # it cannot be mapped
         with pytest.raises(InternalError):
-            ask(front_ends, front_end, "commit", number, b"", DATA.layout, 0, descriptor=empty)
+            ask(front_ends, front_end, *commit, descriptor=empty)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(empty)
-        ask(front_ends, front_end, "abandon", number)
+        ask(front_ends, front_end, "abandon", begun)
 
     def test_an_answer_that_cannot_be_sent_becomes_an_error(self, front_ends, front_end):
         sent = front_end.channel.send
@@ -358,11 +350,9 @@ class TestQuestions:
             ask(front_ends, front_end, "describe", "tenant")
 
     def test_errors_are_answers(self, front_ends, front_end):
-        for function in ("find", "give_back", "remove"):
+        for question in (("find",), ("give_back",), ("remove",), ("load", 0)):
             with pytest.raises(DatasetNotFoundError):
-                ask(front_ends, front_end, function, b"no such key")
-        with pytest.raises(DatasetNotFoundError):
-            ask(front_ends, front_end, "load", 0, b"no such key")
+                ask(front_ends, front_end, *question, b"no such key")
         with pytest.raises(InternalError, match="main process"):
             ask(front_ends, front_end, "no such function")
 
@@ -406,8 +396,8 @@ class Known:
         return self.loads[-1][1]
 
 
-def test_a_data_set_is_asked_for_once_and_is_in_use_inside_the_block():
-    known = Known()
+def test_a_data_set_is_asked_for_once_until_it_is_withdrawn_and_in_use_inside_the_block():
+    known = Known(engines=(0, 1))
     for _ in range(2):
         with known.registry.use(b"data") as data:
             assert known.table.dataset_uses().calls[3] == 1
@@ -416,23 +406,14 @@ def test_a_data_set_is_asked_for_once_and_is_in_use_inside_the_block():
     assert uses == 0
     assert time.monotonic() - last < 10
     assert known.asked == [b"data"]
-
-
-def test_what_was_withdrawn_is_asked_for_again_and_may_be_gone():
-    known = Known()
-    known.registry.add(known.found)
+    # The same content in another slot is another data set.
+    known.registry.add(known.found._replace(slot=4, engines=()))
+    with known.registry.use(b"data") as data:
+        assert (data.slot, data.engines) == (4, frozenset())
     known.registry.forget(b"data")
     known.found = None
     with pytest.raises(DatasetNotFoundError), known.registry.use(b"data"):
         pass
-
-
-def test_the_same_content_in_another_slot_is_another_data_set():
-    known = Known(engines=(0, 1))
-    known.registry.add(known.found)
-    known.registry.add(known.found._replace(slot=4, engines=()))
-    with known.registry.use(b"data") as data:
-        assert (data.slot, data.engines) == (4, frozenset())
 
 
 def test_an_engine_that_had_no_room_is_asked_again():
@@ -442,100 +423,85 @@ def test_an_engine_that_had_no_room_is_asked_again():
             load = data.load(1)
             assert data.load(1) is load, "one request at a time"
             assert 1 not in data.engines
-            if error is None:
-                known.loads[-1][1].set_result(None)
+            if error:
+                load.set_exception(error)
             else:
-                known.loads[-1][1].set_exception(error)
+                load.set_result(None)
         assert data.engines == {1}
     assert [engine for engine, _ in known.loads] == [1, 1, 1]
 
 
 def test_what_engines_hold_follows_what_the_main_process_says():
     known = Known(engines=(0,))
-    data = known.registry.add(known.found)
-    known.registry.held(b"data", 1)
+    data, registry = known.registry.add(known.found), known.registry
+    registry.held(b"data", 1)
     assert data.engines == {0, 1}
-    assert known.registry.loads(1) == 1
-    known.registry.engine_started(0)
+    assert registry.loads(1) == 1
+    registry.engine_started(0)
     assert data.engines == {1}
-    known.registry.unloaded(b"data")
+    registry.unloaded(b"data")
     assert data.engines == frozenset()
 
 
 # ----------------------------------------------------------------------------------- engines
 
 
-def engine_supervisor():
-    return EngineSupervisor(Config(devices="cpu"), 0, SegmentPool(0), Quarantine(), count(1))
+@pytest.fixture
+def engine():
+    """The supervisor of an engine; the process that it supervises says nothing."""
+    supervisor = EngineSupervisor(Config(devices="cpu"), 0, SegmentPool(0), Quarantine(), count(1))
+    supervisor.ours, theirs = Channel.pair()
+    with theirs:
+        yield supervisor
+    supervisor.ours.close()
 
 
-def test_an_engine_serves_when_it_has_its_data_sets_and_no_more_once_it_is_lost():
-    supervisor = engine_supervisor()
-    channel, theirs = Channel.pair()
+def test_an_engine_serves_when_it_has_its_data_sets_and_no_more_once_it_is_lost(engine):
     seen = []
 
     def resident():
-        seen.append(supervisor.starting_since)
+        seen.append(engine.starting_since)
         with pytest.raises(UnavailableError):  # front ends that have lost it ask again and again
-            supervisor.connect()
+            engine.connect()
         yield from ()
 
-    supervisor.resident = resident
-    supervisor.handle(channel, messages.EngineReady(Device("a processor")), None)
+    engine.resident = resident
+    engine.handle(engine.ours, messages.EngineReady(Device("a processor")), None)
     assert seen == [0.0]
-    assert supervisor.starting_since is None
-    supervisor.connect()[1].close()
-    supervisor.state = State.GONE
-    supervisor.lost()
-    assert supervisor.starting_since is not None
-    channel.close()
-    theirs.close()
+    assert engine.starting_since is None
+    engine.connect()[1].close()
+    engine.state = State.GONE
+    engine.lost()
+    assert engine.starting_since is not None
 
 
-class TestLoads:
-    """Loads of an engine that is asked to forget a data set while it loads that."""
-
-    @pytest.fixture
-    def dataset(self):
-        segment = SegmentPool(0).create(DATA.layout.nbytes)
-        return SimpleNamespace(key=b"data", layout=DATA.layout, segment=segment)
-
-    @pytest.fixture
-    def supervisor(self):
-        supervisor = engine_supervisor()
-        channel, theirs = Channel.pair()
-        supervisor.ready(channel)
-        with theirs:
-            yield supervisor
-        channel.close()
-
-    @pytest.mark.parametrize("error", [None, FULL])
-    def test_an_answer_is_that_of_its_own_load(self, supervisor, dataset, error):
-        first = supervisor.load(dataset)
-        supervisor.unload(b"data")
-        second = supervisor.load(dataset)
-        supervisor.handle(None, messages.DatasetLoaded(b"data", error), None)
-        assert first.exception(timeout=0) is error, "those that wait for it go on"
-        assert not second.done()
-        assert not supervisor.has(b"data")
-        supervisor.handle(None, messages.DatasetLoaded(b"data", None), None)
-        assert second.result(timeout=0) is None
-        assert supervisor.has(b"data")
-
-    def test_all_that_wait_go_on_when_the_engine_is_lost(self, supervisor, dataset):
-        loads = [supervisor.load(dataset)]
-        supervisor.unload(b"data")
-        loads.append(supervisor.load(dataset))
-        supervisor.lost()
-        assert not any(load.done() for load in loads), "the quarantine hears of it first"
-        supervisor.ended(-signal.SIGKILL)
-        assert all(load.done() for load in loads)
+@pytest.mark.parametrize("error", [None, FULL, "lost"])
+def test_a_load_that_is_forgotten_and_asked_for_again_has_an_answer_of_its_own(engine, error):
+    """Of an engine that is asked to forget a data set while it loads that."""
+    segment = SegmentPool(0).create(DATA.layout.nbytes)
+    dataset = SimpleNamespace(key=b"data", layout=DATA.layout, segment=segment)
+    engine.ready(engine.ours)
+    first = engine.load(dataset)
+    engine.unload(b"data")
+    second = engine.load(dataset)
+    if error == "lost":
+        engine.lost()
+        assert not first.done() and not second.done(), "the quarantine hears of it first"
+        engine.ended(-signal.SIGKILL)
+        assert first.done() and second.done()
+        return
+    engine.handle(None, messages.DatasetLoaded(b"data", error), None)
+    assert first.exception(timeout=0) is error, "those that wait for it go on"
+    assert not second.done()
+    assert not engine.has(b"data")
+    engine.handle(None, messages.DatasetLoaded(b"data", None), None)
+    assert second.result(timeout=0) is None
+    assert engine.has(b"data")
 
 
 def test_a_process_that_a_signal_has_stopped_is_known_as_such():
-    process = subprocess.Popen(["sleep", "60"])
+    is_stopped, process = Supervisor.is_stopped.fget, subprocess.Popen(["sleep", "60"])
     supervisor = SimpleNamespace(process_id=process.pid)
-    is_stopped = Supervisor.is_stopped.fget
     try:
         assert not is_stopped(supervisor)
         process.send_signal(signal.SIGSTOP)
@@ -570,17 +536,12 @@ def test_engines_that_no_supervisor_takes_are_ended_with_all_that_was_made(tmp_p
 
 
 def test_an_engine_that_cannot_be_started_leaves_nothing_open(monkeypatch, tmp_path):
-    ends = []
-    pair = engine_start.socket_pair
-
-    def socket_pair():
-        ends.extend(pair())
-        return tuple(ends)
+    ends = socket_pair()
 
     def popen(*_, **__):
         raise OSError("no memory")
 
-    monkeypatch.setattr(engine_start, "socket_pair", socket_pair)
+    monkeypatch.setattr(engine_start, "socket_pair", lambda: ends)
     monkeypatch.setattr(engine_start.subprocess, "Popen", popen)
     with pytest.raises(OSError, match="no memory"):
         engine_start.start_engine(Config(devices="cpu", cache_dir=str(tmp_path)), 0)
@@ -599,7 +560,6 @@ def test_readiness_is_repeated_before_front_ends_doubt_it(front_ends, front_end)
     watchdog = Watchdog(config, front_ends.engines, [None, None], None, front_ends)
     front_ends.announce_readiness()
     begun = time.monotonic()
-    watchdog.look_at_front_ends(begun + 0.1)
-    assert len(front_end.told) == 1
-    watchdog.look_at_front_ends(begun + 0.2)
-    assert len(front_end.told) == 2
+    for seconds, told in ((0.1, 1), (0.2, 2)):
+        watchdog.look_at_front_ends(begun + seconds)
+        assert len(front_end.told) == told

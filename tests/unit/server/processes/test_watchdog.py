@@ -3,6 +3,7 @@
 import math
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -34,12 +35,7 @@ class Watched:
 
     def probe(self, outcome):
         """Probe once; the outcome is an answer or an error."""
-
-        def ask():
-            if isinstance(outcome, Exception):
-                raise outcome
-            return outcome
-
+        ask = Mock(side_effect=[outcome])
         self.watchdog._probe = SimpleNamespace(ask=ask)
         self.watchdog._ask()
 
@@ -82,11 +78,20 @@ def test_time_in_which_this_process_was_stopped_does_not_count(kind):
     assert len(watched.replaced) == 1
 
 
-def test_a_wrong_answer_replaces_the_engine():
+@pytest.mark.parametrize(
+    ("outcome", "replaced"),
+    [
+        (False, {"wrong_answer"}),
+        (ResourceExhaustedError("no files"), set()),  # of this process, not of the engine
+        (OSError("no files"), {"no_answer"}),
+    ],
+)
+def test_wrong_answers_and_errors_replace_the_engine(outcome, replaced):
     watched = Watched()
-    watched.probe(False)
+    watched.probe(outcome)
+    watched.watchdog.look(1e12)
     assert not watched.health.serving
-    assert watched.replaced == {"wrong_answer"}
+    assert watched.replaced == replaced
 
 
 def test_an_engine_that_had_no_room_for_the_probes_data_set_is_given_it_again():
@@ -129,20 +134,10 @@ def test_an_engine_that_took_long_to_start_is_not_replaced_as_it_begins_to_serve
     watched = Watched(starting_since=100.0)
     watched.probe(UnavailableError("the engine is restarting"))
     watched.watchdog._failing = 100.0
-    watched.watchdog.look(159.0)
-    watched.watchdog._supervisor.starting_since = None
-    watched.watchdog.look(159.1)
+    for now, since in ((159.0, 100.0), (159.1, None)):
+        watched.watchdog._supervisor.starting_since = since
+        watched.watchdog.look(now)
     assert not watched.replaced
-
-
-@pytest.mark.parametrize("error", [ResourceExhaustedError("no files"), OSError("no files")])
-def test_a_shortage_in_this_process_does_not_replace_the_engine(error):
-    watched = Watched()
-    watched.probe(error)
-    watched.watchdog.look(1e12)
-    assert not watched.health.serving
-    is_shortage = isinstance(error, ResourceExhaustedError)
-    assert watched.replaced == (set() if is_shortage else {"no_answer"})
 
 
 def test_the_server_is_ready_only_when_every_process_answers():

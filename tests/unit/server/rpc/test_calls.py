@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -63,10 +64,28 @@ class FrontEnd:
         credentials = bearer(token) if token else ()
         return self.method(sent(), metadata=(*metadata, *credentials), timeout=timeout)
 
+    def ok(self, *messages, **options):
+        """Call, and be answered."""
+        assert outcome(self.call(*messages, **options))[0] == "OK"
+
+    def refused(self, *messages, **options):
+        """Call, and be told what is exhausted."""
+        call = self.call(*messages, **options)
+        assert outcome(call)[0] == "RESOURCE_EXHAUSTED"
+        return detail_of(call)
+
     def ended(self):
         """Return method, status and tenant of the calls that were counted."""
         counts = self.recorder.totals().counts
         return {labels: n for (name, labels), n in counts.items() if name == "requests"}
+
+    def await_counts(self, *amounts):
+        """Wait until these amounts are in flight, and no others."""
+        eventually(lambda: self.quotas.in_flight() == Amounts(*amounts))
+
+    def await_end(self, status, count=1, name="Evaluate"):
+        """Wait until so many calls have ended, all with this status."""
+        eventually(lambda: self.ended() == {(name, status, "default"): count})
 
     def close(self):
         self.silence.set()
@@ -134,20 +153,18 @@ class TestAdmission:
         path, tokens = token_file(tmp_path, "greedy", "modest")
         gate = Gate()
         front_end = start(gate, token_file=path, max_requests=4)
-        open_calls = front_end.calls.open_calls
         for number in range(4):  # half of the threads, which are twice the slots
             running = front_end.call(b"x", token=tokens["greedy"])
             eventually(lambda number=number: len(gate.begun) > number)
             running.cancel()
             eventually(lambda: front_end.quotas.in_flight().calls == 0)
-        crowded = front_end.call(silent=True, token=tokens["greedy"])
-        assert outcome(crowded)[0] == "RESOURCE_EXHAUSTED"
-        assert detail_of(crowded).reason == "TOO_MANY_REQUESTS"
+        crowded = front_end.refused(silent=True, token=tokens["greedy"])
+        assert crowded.reason == "TOO_MANY_REQUESTS"
         modest = front_end.call(b"x", token=tokens["modest"])
         gate.open.set()
         assert outcome(modest)[0] == "OK"
-        eventually(lambda: not open_calls._counts)
-        assert outcome(front_end.call(b"x", token=tokens["greedy"]))[0] == "OK"
+        eventually(lambda: not front_end.calls.open_calls._counts)
+        front_end.ok(b"x", token=tokens["greedy"])
         assert front_end.quotas.in_flight() == Amounts()
 
     def test_a_cancelled_call_leaves_its_slot_at_once_and_its_memory_at_its_end(self, start):
@@ -157,37 +174,25 @@ class TestAdmission:
         eventually(lambda: gate.begun)
         assert front_end.quotas.in_flight() == Amounts(1, 1000)
         call.cancel()
-        eventually(lambda: front_end.quotas.in_flight() == Amounts(0, 1000))
+        front_end.await_counts(0, 1000)
         gate.open.set()
-        eventually(lambda: front_end.quotas.in_flight() == Amounts())
-        eventually(lambda: front_end.ended() == {("Evaluate", "CANCELLED", "default"): 1})
+        front_end.await_counts()
+        front_end.await_end("CANCELLED")
 
 
 class TestPlaces:
     """A request is a call in flight from the arrival of its message to the end of the work."""
 
-    @pytest.mark.parametrize("name", KINDS)
-    def test_a_call_without_a_message_has_none(self, start, name):
-        front_end = start(echo_of(name), name=name, max_requests=1)
-        longest = front_end.calls.admission.message_bytes
-        silent = front_end.call(silent=True)
-        eventually(lambda: front_end.quotas.in_flight() == Amounts(0, longest))
-        assert outcome(front_end.call(b"x"))[0] == "OK"
-        silent.cancel()
-        eventually(lambda: front_end.quotas.in_flight() == Amounts())
-
     def test_an_upload_has_one_from_its_first_message(self, start):
         front_end = start(echo_of("UploadVariables"), name="UploadVariables", max_requests=1)
         running = front_end.call(b"x", silent=True)
         eventually(lambda: front_end.quotas.in_flight().calls == 1)
-        call = front_end.call(b"x")
+        assert front_end.refused(b"x").reason == "TOO_MANY_REQUESTS"
         assert not running.done()
-        assert outcome(call)[0] == "RESOURCE_EXHAUSTED"
-        assert detail_of(call).reason == "TOO_MANY_REQUESTS"
 
     @pytest.mark.parametrize("pieces", [0, 1, 100])
     def test_an_answer_that_is_not_read_has_none_but_its_bytes(self, start, pieces):
-        piece, nbytes = bytes(8 << 20), 100 << 20
+        piece, nbytes, unread = bytes(8 << 20), 100 << 20, []
 
         def behaviour(message, context):
             context.reserve(nbytes, 0)
@@ -196,16 +201,23 @@ class TestPlaces:
             return piece
 
         front_end = start(behaviour, max_requests=1)
-        unread = []
         for number in (1, 2):
             unread.append(front_end.call(b"x"))
-            counted = Amounts(0, number * (nbytes + 1))
-            eventually(lambda counted=counted: front_end.quotas.in_flight() == counted)
+            front_end.await_counts(0, number * (nbytes + 1))
         assert not any(call.done() for call in unread)
 
 
 class TestSilentCalls:
     """A call without a message makes way for another one of its tenant."""
+
+    @staticmethod
+    def begin(front_end, *tokens):
+        """Begin silent calls of these tenants, one after the other."""
+        silent = []
+        for token in tokens:
+            silent.append(front_end.call(silent=True, token=token))
+            eventually(lambda: len(front_end.calls.silent) == len(silent))
+        return silent
 
     @pytest.mark.parametrize("name", KINDS)
     @pytest.mark.parametrize(
@@ -214,13 +226,10 @@ class TestSilentCalls:
     def test_any_number_of_them_keeps_no_call_out(self, start, monkeypatch, name, settings, count):
         monkeypatch.setattr(calls, "_SILENT_SECONDS", 0.05)
         front_end = start(echo_of(name), name=name, **settings)
-        silent = []
-        for number in range(count):
-            silent.append(front_end.call(silent=True))
-            eventually(lambda number=number: len(front_end.calls.silent) > number)
+        silent = self.begin(front_end, *[""] * count)
         time.sleep(0.1)
         for _ in range(2):
-            assert outcome(front_end.call(b"x"))[0] == "OK"
+            front_end.ok(b"x")
         ended = [number for number, call in enumerate(silent) if call.done()]
         assert ended in ([0], [0, 1]), "those that have been silent for longest"
         assert outcome(silent[0])[0] == "CANCELLED"
@@ -229,24 +238,20 @@ class TestSilentCalls:
         monkeypatch.setattr(calls, "_SILENT_SECONDS", 0.0)
         path, tokens = token_file(tmp_path, "greedy", "modest", "third")
         front_end = start(echo, token_file=path, max_requests=2)
-        silent = [front_end.call(silent=True, token=tokens["greedy"]) for _ in range(2)]
-        silent.append(front_end.call(silent=True, token=tokens["modest"]))
-        eventually(lambda: len(front_end.calls.silent) == 3)
-        first = front_end.call(b"x", token=tokens["third"])
-        assert outcome(first)[0] == "OK"
-        silent.append(front_end.call(silent=True, token=tokens["third"]))
+        greedy, modest, third = tokens.values()
+        silent = self.begin(front_end, greedy, greedy, modest)
+        front_end.ok(b"x", token=third)
+        silent.append(front_end.call(silent=True, token=third))
         eventually(lambda: len(front_end.calls.silent) == 4)
-        assert outcome(front_end.call(b"x", token=tokens["third"]))[0] == "OK"
+        front_end.ok(b"x", token=third)
         assert [call.done() for call in silent] == [False, False, False, True]
 
     def test_a_call_that_has_just_begun_does_not_make_way(self, start):
         front_end = start(echo, max_pending_bytes=32 << 20)
-        silent = [front_end.call(silent=True) for _ in range(8)]
-        eventually(lambda: len(front_end.calls.silent) == 8)
-        refused = front_end.call(b"x")
-        assert outcome(refused)[0] == "RESOURCE_EXHAUSTED"
-        assert detail_of(refused).reason == "QUEUE_FULL"
-        assert "kept for messages to come" in detail_of(refused).message
+        silent = self.begin(front_end, *[""] * 8)
+        refused = front_end.refused(b"x")
+        assert refused.reason == "QUEUE_FULL"
+        assert "kept for messages to come" in refused.message
         assert not any(call.done() for call in silent)
 
 
@@ -271,27 +276,24 @@ class TestTurns:
 
         path, tokens = token_file(tmp_path, "greedy", "modest")
         front_end = start(behaviour, token_file=path)
-        assert outcome(front_end.call(b"", token=tokens["modest"]))[0] == "OK"
+        front_end.ok(b"", token=tokens["modest"])
 
-        def send():
+        def send(_):
             while not ended.is_set():
-                assert outcome(front_end.call(b"greedy", token=tokens["greedy"]))[0] == "OK"
+                front_end.ok(b"greedy", token=tokens["greedy"])
 
         began = time.monotonic()
-        threads = [threading.Thread(target=send) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        while time.monotonic() < began + 1:
-            assert outcome(front_end.call(b"", token=tokens["modest"]))[0] == "OK"
-        ended.set()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            sending = pool.map(send, range(4))
+            while time.monotonic() < began + 1:
+                front_end.ok(b"", token=tokens["modest"])
+            ended.set()
+        assert [*sending] == [None] * 4
         seconds = time.monotonic() - began
-        until = front_end.calls.turns._used_until.get("greedy", 0.0)
         if is_long:
             assert 0.1 < sum(used) < 0.45 * seconds + 4 * 0.03
         else:
-            assert until < began
+            assert front_end.calls.turns._used_until.get("greedy", 0.0) < began
 
     def test_further_refusals_of_a_second_wait_for_a_part_of_the_time_until_a_retry(
         self, start, tmp_path, monkeypatch
@@ -307,27 +309,25 @@ class TestTurns:
         clock = {"monotonic": lambda: now[0], "sleep": sleep}
         monkeypatch.setattr(calls, "time", SimpleNamespace(**{**vars(time), **clock}))
         full = Amounts(9, 0, 0), Amounts(9, 0, 0)
-        for tenant in ("greedy", "modest"):
+        for tenant in tokens:
             front_end.quotas.acquire(tenant, Amounts(calls=1), *full)
 
-        def refused(who, **options):
-            call = front_end.call(b"x", token=tokens[who], **options)
-            assert outcome(call)[0] == "RESOURCE_EXHAUSTED"
-            return detail_of(call).retry_after_ms / 1000
+        def wait(who, **options):
+            return front_end.refused(b"x", token=tokens[who], **options).retry_after_ms / 1000
 
-        told = [refused("greedy") for _ in range(30)]
+        told = [wait("greedy") for _ in range(30)]
         assert len(held) == 10
         assert all(0.0 < each <= 0.25 for each in held)
         asked = [wait + each for wait, each in zip(told[20:], held, strict=True)]
         assert held == pytest.approx([min(0.25, 0.9 * each) for each in asked], abs=0.002)
-        refused("greedy", timeout=0.3)  # less than twice what it would be held back for
-        refused("modest")
+        wait("greedy", timeout=0.3)  # less than twice what it would be held back for
+        wait("modest")
         now[0] += 2.0
-        assert refused("greedy") > 0.0
+        assert wait("greedy") > 0.0
         assert len(held) == 10, "only those of a tenant that has had many in this second"
-        for tenant in ("greedy", "modest"):
+        for tenant in tokens:
             front_end.quotas.release(tenant, Amounts(calls=1))
-        assert outcome(front_end.call(b"x", token=tokens["greedy"]))[0] == "OK"
+        front_end.ok(b"x", token=tokens["greedy"])
         assert [front_end.calls.held.acquire(blocking=False) for _ in range(65)].count(True) == 64
 
     @pytest.mark.parametrize("name", KINDS)
@@ -338,13 +338,11 @@ class TestTurns:
         front_end = start(echo_of(name), name=name, max_requests=1)
         quotas, turns = front_end.quotas, front_end.calls.turns
         quotas.acquire("default", Amounts(calls=1), Amounts(9, 0, 0), Amounts(9, 0, 0))
-        refused = front_end.call(b"x")
-        assert outcome(refused)[0] == "RESOURCE_EXHAUSTED"
-        assert detail_of(refused).reason == "TOO_MANY_REQUESTS"
+        assert front_end.refused(b"x").reason == "TOO_MANY_REQUESTS"
         eventually(lambda: front_end.ended())
         assert not turns._used_until
         quotas.release("default", Amounts(calls=1))
-        assert outcome(front_end.call(b"x"))[0] == "OK"
+        front_end.ok(b"x")
         assert not turns._used_until
 
 
@@ -355,12 +353,11 @@ class TestMessages:
     def test_each_message_must_arrive_in_time(self, start, name, sent):
         front_end = start(echo_of(name), name=name, message_seconds=0.3)
         began = time.monotonic()
-        call = front_end.call(*sent, silent=True)
-        assert outcome(call)[0] == "CANCELLED"
+        assert outcome(front_end.call(*sent, silent=True))[0] == "CANCELLED"
         assert 0.3 <= time.monotonic() - began < 20
-        eventually(lambda: front_end.quotas.in_flight() == Amounts())
-        eventually(lambda: front_end.ended() == {(name, "DEADLINE_EXCEEDED", "default"): 1})
-        assert outcome(front_end.call(b"x"))[0] == "OK"
+        front_end.await_counts()
+        front_end.await_end("DEADLINE_EXCEEDED", name=name)
+        front_end.ok(b"x")
 
     @pytest.mark.parametrize(
         ("name", "most"),
@@ -369,10 +366,8 @@ class TestMessages:
     def test_messages_may_be_as_long_as_the_tenant_may_send(self, start, name, most, tmp_path):
         tenants = tenants_file(tmp_path, "[default]\nmessage_bytes = 1048576\n")
         front_end = start(echo_of(name), name=name, tenants_file=tenants)
-        assert outcome(front_end.call(bytes(most)))[0] == "OK"
-        call = front_end.call(bytes(most + 1))
-        assert outcome(call)[0] == "RESOURCE_EXHAUSTED"
-        detail = detail_of(call)
+        front_end.ok(bytes(most))
+        detail = front_end.refused(bytes(most + 1))
         assert (detail.reason, detail.needed) == ("MESSAGE_TOO_LARGE", most + 1)
         assert detail.available == most
 
@@ -384,7 +379,7 @@ class TestMessages:
 
         front_end = start(behaviour, message_seconds=0.3)
         call = front_end.call(b"x")
-        eventually(lambda: front_end.ended() == {("Evaluate", "CANCELLED", "default"): 1})
+        front_end.await_end("CANCELLED")
         assert outcome(call)[0] == "CANCELLED"
         assert front_end.quotas.in_flight() == Amounts()
 
@@ -404,7 +399,7 @@ class TestAnswers:
         call = front_end.call(b"x")
         assert outcome(call) == ("INTERNAL", [])
         assert "secret" not in str(detail_of(call)) + call.details()
-        eventually(lambda: front_end.quotas.in_flight() == Amounts())
+        front_end.await_counts()
 
     def test_a_failed_call_keeps_no_memory(self, start):
         """Though its error is, like gRPC's, held by a frame of its own traceback."""
@@ -436,34 +431,36 @@ class TestDecoding:
 
     MESSAGE = evaluate_request(DATA.content_id).SerializeToString()
 
-    @staticmethod
-    def servicer(gate, router=None):
-        """A servicer whose calls pass a gate while they are decoded."""
+    @pytest.fixture
+    def decode(self, start):
+        """Start a front end whose calls pass a gate while they are decoded, and then begin."""
 
-        @contextmanager
-        def use(key):
-            gate.begun.append(key)
-            gate.open.wait(10)
-            yield SimpleNamespace(layout=DATA.layout)
+        def decode(gate, begin):
+            @contextmanager
+            def use(key):
+                gate.begun.append(key)
+                gate.open.wait(10)
+                yield SimpleNamespace(layout=DATA.layout)
 
-        config = Config(devices="cpu")
-        tenants = TenantLimits(config.limits(), None, shared=False)
-        admission = Admission(config, tenants, QuotaTable.create(1))
-        registry = SimpleNamespace(use=use)
-        own = registry, router, KnownSuspects(), admission, SegmentPool(0), config
-        return Servicer(None, *own)
+            config = Config(devices="cpu")
+            tenants = TenantLimits(config.limits(), None, shared=False)
+            admission = Admission(config, tenants, QuotaTable.create(1))
+            registry, router = SimpleNamespace(use=use), SimpleNamespace(start=begin)
+            own = registry, router, KnownSuspects(), admission, SegmentPool(0), config
+            return start(partial(Servicer(None, *own)._serve, fits=False))
 
-    def test_a_call_that_waits_for_the_engine_is_not_decoding(self, start):
+        return decode
+
+    def test_a_call_that_waits_for_the_engine_is_not_decoding(self, decode):
         go, decoded, gate = threading.Event(), threading.Semaphore(0), Gate()
 
-        def send(*_):
+        def begin(*_):
             decoded.release()
             go.wait(10)
             raise UnavailableError("there is no engine")
 
         gate.open.set()
-        servicer = self.servicer(gate, SimpleNamespace(start=send))
-        front_end = start(partial(servicer._serve, fits=False))
+        front_end = decode(gate, begin)
         running = [front_end.call(self.MESSAGE) for _ in range(6)]
         for _ in running:
             assert decoded.acquire(timeout=10)
@@ -471,28 +468,26 @@ class TestDecoding:
         assert {outcome(call)[0] for call in running} == {"UNAVAILABLE"}
         assert not front_end.calls.turns._inside
 
-    def test_a_call_that_ends_while_it_is_decoded_is_not_started(self, start):
+    def test_a_call_that_ends_while_it_is_decoded_is_not_started(self, decode):
         gate, started = Gate(), []
-        servicer = self.servicer(gate, SimpleNamespace(start=started.append))
-        front_end = start(partial(servicer._serve, fits=False))
+        front_end = decode(gate, started.append)
         call = front_end.call(self.MESSAGE)
         eventually(lambda: gate.begun)
         call.cancel()
         eventually(lambda: front_end.quotas.in_flight().calls == 0)
         gate.open.set()
-        eventually(lambda: front_end.quotas.in_flight() == Amounts())
+        front_end.await_counts()
         assert not started
 
-    def test_a_call_that_ended_while_it_waited_is_not_decoded(self, start):
+    def test_a_call_that_ended_while_it_waited_is_not_decoded(self, decode):
         gate = Gate()
-        servicer = self.servicer(gate)
-        front_end = start(partial(servicer._serve, fits=False))
+        front_end = decode(gate, None)
         running = [front_end.call(self.MESSAGE) for _ in range(2)]
         eventually(lambda: len(gate.begun) == 2)
         late = front_end.call(self.MESSAGE)
         eventually(lambda: front_end.calls.turns._waiting)
         late.cancel()
-        eventually(lambda: front_end.ended() == {("Evaluate", "CANCELLED", "default"): 1})
+        front_end.await_end("CANCELLED")
         gate.open.set()
         for call in running:
             outcome(call)
@@ -504,26 +499,23 @@ class TestSeveralRequests:
     def test_each_request_of_a_call_is_counted_and_nothing_stays(self, start):
         front_end = start(echo)
         answers = [b"1", b"2", b"3"]
-        assert outcome(front_end.call(b"1", b"2", b"3")) == ("OK", answers)
-        eventually(lambda: front_end.ended() == {("Evaluate", "OK", "default"): 3})
-        eventually(lambda: front_end.quotas.in_flight() == Amounts(0, 0, 0))
+        assert outcome(front_end.call(*answers)) == ("OK", answers)
+        front_end.await_end("OK", 3)
+        front_end.await_counts()
         assert not front_end.calls.waiting
 
     def test_a_request_that_is_refused_ends_the_call_after_its_answers(self, start, tmp_path):
-        limits = tmp_path / "tenants.toml"
-        limits.write_text("[default]\nrate = 1.0\n")
-        front_end = start(echo, tenants_file=str(limits))
-        status, answers = outcome(front_end.call(b"1", b"2", b"3"))
-        assert status == "RESOURCE_EXHAUSTED"
-        assert answers == [b"1"]
-        eventually(lambda: front_end.quotas.in_flight() == Amounts(0, 0, 0))
+        limits = tenants_file(tmp_path, "[default]\nrate = 1.0\n")
+        front_end = start(echo, tenants_file=limits)
+        assert outcome(front_end.call(b"1", b"2", b"3")) == ("RESOURCE_EXHAUSTED", [b"1"])
+        front_end.await_counts()
 
     def test_a_call_waits_for_some_time_only(self, start):
         front_end, began = start(echo), time.monotonic()
         assert outcome(front_end.call(b"1", silent=True)) == ("CANCELLED", [b"1"])
         assert 0.4 < time.monotonic() - began < 20
         assert front_end.ended() == {("Evaluate", "OK", "default"): 1}
-        eventually(lambda: front_end.quotas.in_flight() == Amounts(0, 0, 0))
+        front_end.await_counts()
 
     def test_no_call_waits_where_few_more_may_be_open(self, start):
         front_end = start(echo, max_requests=1)
@@ -558,7 +550,7 @@ class TestObservation:
         if status == "DEADLINE_EXCEEDED":
             eventually(lambda: contexts[0].time_remaining() <= 0)
         gate.open.set()
-        eventually(lambda: front_end.ended() == {("Evaluate", status, "default"): 1})
+        front_end.await_end(status)
         assert front_end.recorder.totals().in_flight == 0
 
     def test_a_call_keeps_a_valid_id_of_its_client_and_else_gets_a_new_one(self, start):

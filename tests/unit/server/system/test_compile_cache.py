@@ -136,16 +136,9 @@ def test_the_error_names_what_another_user_owns(cache, level):
 # ---------------------------------------------------------- directories that cannot be used
 
 
-@pytest.fixture
-def unwritable(monkeypatch):
-    """Directories that cannot be written, with the reasons; their files stay untouched."""
-    problems = {}
-    monkeypatch.setattr(compile_cache, "_unwritable", lambda path: problems.get(path))
-    return problems
-
-
-def test_a_temporary_copy_replaces_an_unwritable_directory(cache, unwritable, caplog):
-    unwritable[cache] = "Read-only file system"
+def test_a_temporary_copy_replaces_an_unwritable_directory(cache, monkeypatch, caplog):
+    problems = {cache: "Read-only file system"}
+    monkeypatch.setattr(compile_cache, "_unwritable", problems.get)
     with usable_cache_directory(cache) as place:
         assert place != cache
         assert (place / "cpu-1/engine_1/file").read_text() == "code"
@@ -159,50 +152,37 @@ def test_a_temporary_copy_replaces_an_unwritable_directory(cache, unwritable, ca
 # --------------------------------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda path: path.chmod(0o660), "group or by others"),
-        (lambda path: path.chmod(0o602), "group or by others"),
-        pytest.param(
-            lambda path: os.chown(path, OTHER_USER, OTHER_USER), f"user {OTHER_USER}", marks=is_root
-        ),
-    ],
-)
-def test_a_file_that_others_could_have_written_is_not_used(tmp_path, change, problem):
+@pytest.mark.parametrize("mode", [0o660, 0o602, pytest.param(None, marks=is_root)])
+def test_a_file_that_others_could_have_written_is_not_used(tmp_path, mode):
     path = tmp_path / "code"
     compile_cache.write(path, CODE)
-    change(path)
+    if mode:
+        path.chmod(mode)
+    else:
+        os.chown(path, OTHER_USER, OTHER_USER)
+    problem = "group or by others" if mode else f"user {OTHER_USER}"
     with pytest.raises(compile_cache.DamagedFileError, match=problem):
         compile_cache.read(path)
-
-
-def test_links_and_pipes_are_not_followed(tmp_path):
-    compile_cache.write(tmp_path / "code", CODE)
+    # Links and pipes are not followed.
     (tmp_path / "link").symlink_to(tmp_path / "code")
     os.mkfifo(tmp_path / "pipe", 0o600)
-    assert compile_cache.find(tmp_path / "link") is None
-    assert compile_cache.find(tmp_path / "pipe") is None
+    assert compile_cache.find(tmp_path / "link") is compile_cache.find(tmp_path / "pipe") is None
 
 
 # --------------------------------------------------------------------- a bounded directory
 
 
 def test_kernels_survive_a_restart_and_damaged_ones_are_misses(tmp_path):
-    cache = DiskCache(tmp_path, 1 << 20)
-    cache.put("key", b"machine code" * 100)
-    assert DiskCache(tmp_path, 1 << 20).get("key") == b"machine code" * 100
+    cache = DiskCache(tmp_path, 50_000)
+    cache.put("key", CODE)
+    assert DiskCache(tmp_path, 50_000).get("key") == CODE
     (entry,) = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 99]
     for damaged in (entry.read_bytes()[:-1], b"", entry.read_bytes()[:-3] + b"xyz"):
         entry.write_bytes(damaged)
-        assert DiskCache(tmp_path, 1 << 20).get("key") is None
-        cache.put("key", b"machine code" * 100)
-        assert cache.get("key") == b"machine code" * 100
-
-
-def test_the_bytes_on_disk_are_bounded(tmp_path):
-    cache = DiskCache(tmp_path, 50_000)
-    for number in range(100):
+        assert DiskCache(tmp_path, 50_000).get("key") is None
+        cache.put("key", CODE)
+        assert cache.get("key") == CODE
+    for number in range(100):  # the bytes on disk are bounded
         cache.put(f"key{number}", bytes([number]) * 1000)
     total = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     assert total <= 55_000
@@ -210,17 +190,14 @@ def test_the_bytes_on_disk_are_bounded(tmp_path):
 
 
 def test_several_servers_write_the_same_entries(tmp_path):
-    def write(worker: int) -> list[bytes | None]:
+    def write(_):
         cache = DiskCache(tmp_path, 1 << 20)
-        found = []
         for number in range(40):
             cache.put(f"key{number}", bytes([number]) * 500)
-            found.append(cache.get(f"key{number}"))
-        return found
+            assert cache.get(f"key{number}") == bytes([number]) * 500
 
     with ThreadPoolExecutor(8) as pool:
-        for found in pool.map(write, range(8)):
-            assert found == [bytes([number]) * 500 for number in range(40)]
+        list(pool.map(write, range(8)))
 
 
 def test_content_that_was_written_is_read_and_private(tmp_path, group_writable_umask):

@@ -40,10 +40,20 @@ def groups(tmp_path):
     return made
 
 
-def test_without_groups_there_is_the_whole_machine(tmp_path):
+def test_the_narrowest_group_counts(tmp_path, groups):
     nothing = ControlGroups(tmp_path / "none", tmp_path / "nowhere")
     assert available_cores(nothing) == 16
     assert available_memory(nothing) == 64 * GIB
+    files = {
+        "system.slice/cpu.max": "200000 100000\n",
+        "system.slice/warpfit.service/cpu.max": "600000 100000\n",
+        "system.slice/memory.max": f"{16 * GIB}\n",
+        "system.slice/warpfit.service/memory.max": f"{4 * GIB}\n",
+        "elsewhere/cpu.max": "100000 100000\n",
+    }
+    found = groups("0::/system.slice/warpfit.service\n", **files)
+    assert available_cores(found) == 2
+    assert available_memory(found) == 4 * GIB
 
 
 @pytest.mark.parametrize(
@@ -58,19 +68,6 @@ def test_without_groups_there_is_the_whole_machine(tmp_path):
 )
 def test_cores_of_a_container(groups, limit, cores):
     assert available_cores(groups("0::/\n", **{"cpu.max": limit})) == cores
-
-
-def test_the_narrowest_group_counts(groups):
-    files = {
-        "system.slice/cpu.max": "200000 100000\n",
-        "system.slice/warpfit.service/cpu.max": "600000 100000\n",
-        "system.slice/memory.max": f"{16 * GIB}\n",
-        "system.slice/warpfit.service/memory.max": f"{4 * GIB}\n",
-        "elsewhere/cpu.max": "100000 100000\n",
-    }
-    found = groups("0::/system.slice/warpfit.service\n", **files)
-    assert available_cores(found) == 2
-    assert available_memory(found) == 4 * GIB
 
 
 @pytest.mark.parametrize(
@@ -140,27 +137,17 @@ def test_freed_blocks_are_used_again_without_page_faults_and_kept_in_few_heaps()
 
 
 def test_only_an_evaluation_that_ignores_its_cancellation_is_stuck():
-    flag, other = np.zeros(1, np.uint8), np.zeros(1, np.uint8)
-    flags = {1: flag, 2: other}
+    flag, now = np.zeros(1, np.uint8), 1e9
+    flags = {1: flag, 2: np.zeros(1, np.uint8)}
     detector = StuckDetector(30.0, flags.items)
-    assert not detector.is_stuck(1e9)
+    assert not detector.is_stuck(now)
     flag[0] = 1
-    assert not detector.is_stuck(1e9 + 1)
-    assert not detector.is_stuck(1e9 + 31)
-    assert detector.is_stuck(1e9 + 32)
-    del flags[1]
-    assert not detector.is_stuck(1e9 + 100)
-
-
-def test_the_next_request_in_the_same_segment_has_its_own_time():
-    flag = np.ones(1, np.uint8)  # of the segment, and so of both requests
-    flags = {1: flag}
-    detector = StuckDetector(30.0, flags.items)
-    assert not detector.is_stuck(1e9)
+    assert [detector.is_stuck(now + seconds) for seconds in (1, 31, 32)] == [False, False, True]
+    # The next request in the same segment, and so with the same flag, has its own time.
+    flags[3] = flags.pop(1)
+    assert [detector.is_stuck(now + seconds) for seconds in (33, 62, 64)] == [False, False, True]
     flags.clear()
-    flags[2] = flag
-    assert not detector.is_stuck(1e9 + 31)
-    assert detector.is_stuck(1e9 + 62)
+    assert not detector.is_stuck(now + 100)
 
 
 # -------------------------------------------------------------------------------------- directories
@@ -169,22 +156,20 @@ def test_the_next_request_in_the_same_segment_has_its_own_time():
 _CONTEXT = get_context("fork")
 
 
-def hold(made):
-    """Be a server that has a directory, until somebody ends it."""
-    directory = ServerDirectory()
-    made.send(directory.path)
-    made.recv()
-
-
 def test_the_next_server_removes_the_directory_of_one_that_was_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ends, processes = [], []
-    for _ in range(2):
-        ours, theirs = _CONTEXT.Pipe()
-        ends.append(ours)
-        processes.append(_CONTEXT.Process(target=hold, args=(theirs,)))
-        processes[-1].start()
-    killed, living = (end.recv() for end in ends)
+
+    def hold(made):
+        """Be a server that has a directory, until somebody ends it."""
+        directory = ServerDirectory()
+        made.send(directory.path)
+        made.recv()
+
+    pipes = [_CONTEXT.Pipe() for _ in range(2)]
+    processes = [_CONTEXT.Process(target=hold, args=(theirs,)) for _, theirs in pipes]
+    for process in processes:
+        process.start()
+    killed, living = (ours.recv() for ours, _ in pipes)
     (tmp_path / "warpfit-server-of-nobody").mkdir()  # without a lock: it may be about to get one
     processes[0].kill()
     processes[0].join()

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import fields, replace
 from multiprocessing import get_context
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.servers.server import eventually
 from warpfit.dataset import Layout
 from warpfit.errors import (
     CancelledError,
@@ -59,11 +61,8 @@ class TestAmounts:
         pair[1].release("a", ONE)
         assert pair[0].acquire("a", ONE, most, ENOUGH) is None
         assert (pair[0].in_flight("a").calls, pair[1].in_flight().calls) == (3, 4)
-
-    def test_the_limits_of_the_server_bound_all_tenants(self, pair):
-        assert pair[0].acquire("a", ONE, ENOUGH, ONE) is None
-        exceeded = pair[1].acquire("b", ONE, ENOUGH, ONE)
-        assert (exceeded.quantity, exceeded.of_tenant) == ("calls", False)
+        exceeded = pair[1].acquire("c", ONE, ENOUGH, Amounts(calls=4))
+        assert (exceeded.quantity, exceeded.of_tenant) == ("calls", False), "that of the server"
 
     def test_a_call_that_alone_exceeds_bytes_or_time_may_run_alone(self, pair):
         large, least = Amounts(nbytes=100, engine_ns=100), Amounts(0, 10, 10)
@@ -72,12 +71,10 @@ class TestAmounts:
         assert pair[1].acquire("a", Amounts(engine_ns=1), least, ENOUGH).quantity == "engine_ns"
         pair[0].release("a", large)
         assert pair[0].in_flight("a") == Amounts()
-
-    def test_bytes_that_a_call_holds_already_do_not_count_as_another_call(self, pair):
-        most, more = Amounts(1, 10, 0), Amounts(nbytes=100)
-        assert pair[0].acquire("a", Amounts(nbytes=5), most, ENOUGH) is None
-        assert pair[0].acquire("a", more, most, ENOUGH).quantity == "nbytes"
-        assert pair[0].acquire("a", more, most, ENOUGH, held=5) is None
+        # Bytes that it holds already do not count as another call.
+        assert pair[0].acquire("a", Amounts(nbytes=5), least, ENOUGH) is None
+        assert pair[0].acquire("a", Amounts(nbytes=100), least, ENOUGH).quantity == "nbytes"
+        assert pair[0].acquire("a", Amounts(nbytes=100), least, ENOUGH, held=5) is None
 
     def test_the_amounts_of_a_process_that_ended_are_subtracted(self, pair):
         pair[0].acquire("a", Amounts(1, 10, 100), ENOUGH, ENOUGH)
@@ -100,11 +97,25 @@ class TestAmounts:
 
     def test_processes_and_threads_lose_no_count(self):
         table = QuotaTable.create(3)
+
+        def count(process: int) -> None:
+            own = QuotaTable(table.descriptor, 3, process)
+
+            def work(_):
+                for turn in range(150):
+                    if turn % 3 == 2:
+                        own.release("a", ONE)
+                    else:
+                        own.acquire("a", ONE, Amounts(10_000), Amounts(10_000))
+
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(work, range(4)))
+
         context = get_context("fork")
-        children = [context.Process(target=_count, args=(table, number)) for number in (1, 2)]
+        children = [context.Process(target=count, args=(number,)) for number in (1, 2)]
         for child in children:
             child.start()
-        _count(table, 0)
+        count(0)
         for child in children:
             child.join(30)
             assert child.exitcode == 0
@@ -112,41 +123,20 @@ class TestAmounts:
         table.close()
 
 
-def _count(parent: QuotaTable, process: int) -> None:
-    table = QuotaTable(parent.descriptor, 3, process)
-
-    def work():
-        for _ in range(100):
-            table.acquire("a", ONE, Amounts(10_000), Amounts(10_000))
-        for _ in range(50):
-            table.release("a", ONE)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 class TestRates:
-    def test_processes_count_together(self, pair):
+    def test_processes_count_together_and_ask_refused_calls_back_one_after_the_other(self, pair):
         now = 1000.0
-        delays = [pair[turn % 2].count_call("a", now, 10.0) for turn in range(11)]
+        delays = [pair[turn % 2].count_call("a", now, 10.0) for turn in range(40)]
         assert delays[:10] == [0.0] * 10
-        assert delays[10] == pytest.approx(0.1)
-        later = pair[0].count_call("a", now + 0.05, 10.0)
-        assert later == pytest.approx(0.15), "after the one that was refused first"
-        assert pair[1].count_call("a", now + 0.1, 10.0) == 0.0
-        assert pair[1].count_call("b", now, 10.0) == 0.0
-
-    def test_refused_calls_are_asked_back_one_after_the_other(self, pair):
-        now = 1000.0
-        delays = [pair[turn % 2].count_call("a", now, 10.0) for turn in range(40)][10:]
-        assert delays[:10] == pytest.approx([0.1 * turn for turn in range(1, 11)])
+        assert delays[10:20] == pytest.approx([0.1 * turn for turn in range(1, 11)])
         assert max(delays) < 1.2, "no call has to wait for long"
-        rounded = [round(delay, 6) for delay in delays]
+        rounded = [round(delay, 6) for delay in delays[10:]]
         assert max(map(rounded.count, rounded)) <= 3, "not all retry at the same moment"
-        assert pair[0].count_call("b", now, 10.0) == 0
+        assert pair[1].count_call("b", now, 10.0) == 0.0
+        for _ in range(11):
+            pair[0].count_call("c", now, 10.0)
+        assert pair[1].count_call("c", now + 0.05, 10.0) == pytest.approx(0.15)
+        assert pair[0].count_call("c", now + 0.1, 10.0) == 0.0
 
     @given(st.floats(0.1, 1e4), st.lists(st.floats(0, 2), min_size=1, max_size=60))
     def test_no_more_calls_than_the_rate_allows(self, rate, gaps):
@@ -188,6 +178,8 @@ def test_sections_narrow_the_default_which_narrows_the_server(tenants):
     assert (other.rows, other.rate, other.requests) == (10, 3.5, 32)
     with pytest.raises(PermissionDeniedError):
         book.limits("b")
+    # A single tenant may use the whole server.
+    assert TenantLimits(Limits(), None, shared=False).limits(ANONYMOUS) == Limits()
 
 
 @pytest.mark.parametrize("name", [limit.name for limit in fields(Limits)])
@@ -197,10 +189,6 @@ def test_the_file_narrows_what_the_server_bounds_and_sets_the_rest(tenants, name
         found = getattr(tenants(f"[default]\n{name} = {value}\n").limits("a"), name)
         most = Limits().resident_bytes if name == "resident_bytes" else getattr(server, name)
         assert found == (min(value, most) if name in BOUNDED else value)
-
-
-def test_a_single_tenant_may_use_the_whole_server():
-    assert TenantLimits(Limits(), None, shared=False).limits(ANONYMOUS) == Limits()
 
 
 @pytest.mark.parametrize(
@@ -251,15 +239,9 @@ def test_keys_of_tenants_differ(one, other, content_id):
 TENANTS = ("greedy", "greedy", "modest", "third")
 
 
-@pytest.fixture
-def many_switches():
+def test_every_thread_gets_in_and_never_too_many_at_once():
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-def test_every_thread_gets_in_and_never_too_many_at_once(many_switches):
     shared, inside, most = TenantTurns(), Counter(), Counter()
     counting = threading.Lock()
 
@@ -274,12 +256,9 @@ def test_every_thread_gets_in_and_never_too_many_at_once(many_switches):
                 inside[tenant] -= 1
             shared.release(tenant)
 
-    threads = [threading.Thread(target=call, args=(TENANTS[n % 4],)) for n in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(call, TENANTS * 3, timeout=30))
+    sys.setswitchinterval(before)
     assert most["greedy"] <= module._MOST
     assert (shared._inside, shared._waiting) == (Counter(), {})
 
@@ -295,15 +274,11 @@ def test_threads_of_a_tenant_are_let_in_in_order_of_arrival():
         order.append(number)
         shared.release("greedy")
 
-    threads = []
-    for number in range(4):
-        threads.append(threading.Thread(target=call, args=(number,)))
-        threads[-1].start()
-        while len(shared._waiting.get("greedy", ())) < number + 1:
-            time.sleep(0.001)
-    shared.release("greedy")
-    for thread in threads:
-        thread.join(10)
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(4):
+            pool.submit(call, number)
+            eventually(lambda: len(shared._waiting.get("greedy", ())) == number + 1)  # noqa: B023
+        shared.release("greedy")
     assert order == [0, 1, 2, 3]
 
 
@@ -492,20 +467,17 @@ class TestQueue:
         ):
             pass
 
-    def test_a_call_that_fails_gives_its_reservation_back(self):
-        admission = make_admission()
-        with pytest.raises(ValueError, match="x"), admission.reserved("a", 1):
-            assert admission.quotas.in_flight().nbytes == 1
-            raise ValueError("x")
-        assert admission.quotas.in_flight() == Amounts()
-
-    def test_the_largest_fit_can_be_counted_in_64_bits(self):
+    def test_the_largest_fit_can_be_counted_in_64_bits_and_given_back(self):
         admission = make_admission(max_requests=2)
         fit = FitRequest(PROBLEM, FitSettings(max_iterations=2**32 - 1))
         layout = Layout(np.dtype("<f4"), 1, 2**60, has_target=True)
         nanoseconds = admission.costs.estimate(CallCost.of_fit(fit, layout))
-        with admission.reserved("a", 1, nanoseconds=nanoseconds):
-            assert admission.quotas.in_flight().engine_ns == 30 * 10**9
+        with (
+            pytest.raises(ValueError, match="it fails"),
+            admission.reserved("a", 1, nanoseconds=nanoseconds),
+        ):
+            assert admission.quotas.in_flight() == Amounts(0, 1, 30 * 10**9)
+            raise ValueError("it fails")
         assert admission.quotas.in_flight() == Amounts()
         assert CallCostModel().estimate(CallCost("fit", 1e30)) == 2**50
 

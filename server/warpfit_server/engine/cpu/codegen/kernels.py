@@ -197,7 +197,10 @@ def loss_kernel(module: ir.Module, name: str, arithmetic: Arithmetic) -> None:
         f, y, *w = (vector.widen() for vector in vectors)
         value = _TERMS[term](f, y)
         value = value * w[0] if w else value
-        used = builder.icmp_signed("<", order, _splat(builder, left, loop.lanes))
+        undefined = ir.Constant(ir.VectorType(left.type, loop.lanes), ir.Undefined)
+        one = builder.insert_element(undefined, left, integer(0))
+        lefts = _shuffle(builder, one, [0] * loop.lanes)
+        used = builder.icmp_signed("<", order, lefts)
         value = loop.trace.select(loop.trace.vector(used), value, 0.0)
         builder.store((loop.trace.vector(builder.load(total)) + value).value, total)
 
@@ -214,11 +217,6 @@ def sum_lanes(builder: ir.IRBuilder, vector: Any, lanes: int) -> Any:
     return builder.extract_element(vector, integer(0))
 
 
-def _splat(builder: ir.IRBuilder, scalar: Any, lanes: int) -> Any:
-    undefined = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
-    return _shuffle(builder, builder.insert_element(undefined, scalar, integer(0)), [0] * lanes)
-
-
 def _shuffle(builder: ir.IRBuilder, vector: Any, order: Sequence[int]) -> Any:
     kind = ir.VectorType(ir.IntType(32), len(order))
     return builder.shuffle_vector(vector, vector, ir.Constant(kind, list(order)))
@@ -227,14 +225,20 @@ def _shuffle(builder: ir.IRBuilder, vector: Any, order: Sequence[int]) -> Any:
 def compile_kernel(source: str, arithmetic: Arithmetic, *, widens: bool = True) -> Body:
     """Make a row's kernel text callable on vectors.
 
-    Float32 kernels of more than one step compute in float64 when they must be precise, so that the
-    steps' errors do not add up, unless ``widens`` is false; literals take the data's type first.
+    Float32 kernels of more than one step that rounds compute in float64 when they must be precise,
+    so that the steps' errors do not add up, unless ``widens`` is false; literals take the data's
+    type first.
     """
     tree = ast.parse(source, mode="eval")
     if arithmetic.is_single:
         tree = ast.fix_missing_locations(_SingleLiterals().visit(tree))
     code = compile(tree, "<kernel>", "eval")
-    wide = widens and arithmetic.is_single and not arithmetic.is_fast and _steps(tree) > 1
+    steps = sum(
+        isinstance(node, ast.BinOp)
+        or (isinstance(node, ast.Call) and getattr(node.func, "id", "") not in ("select", "abs"))
+        for node in ast.walk(tree)
+    )
+    wide = widens and arithmetic.is_single and not arithmetic.is_fast and steps > 1
 
     def compute(trace: Trace, vectors: Sequence[Vector]) -> Vector:
         known = lifted(wide_functions() if wide else functions(trace, fast=arithmetic.is_fast))
@@ -252,16 +256,6 @@ class _SingleLiterals(ast.NodeTransformer):
 
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
         return ast.copy_location(ast.Constant(float(np.float32(ast.literal_eval(node)))), node)
-
-
-def _steps(tree: ast.AST) -> int:
-    """Count the operations of a kernel that round."""
-    exact = ("select", "abs")
-    return sum(
-        isinstance(node, ast.BinOp)
-        or (isinstance(node, ast.Call) and getattr(node.func, "id", "") not in exact)
-        for node in ast.walk(tree)
-    )
 
 
 def integer(value: int) -> ir.Constant:

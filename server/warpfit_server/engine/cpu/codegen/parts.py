@@ -108,7 +108,7 @@ PARTS: Final = {
 }
 #: What is needed at the same time, in the order of need; a start needs "values". Parts that stand
 #: together call the same functions, which one process compiles once for all of them if there are no
-#: `instructions`.
+#: instructions of them (`numba_cache`).
 GROUPS: Final = {
     "values": (("lower",), *[(name,) for name in _KERNELS], ("interpret",), ("parallel", "check")),
     "derivatives": (

@@ -134,7 +134,8 @@ class DeviceFits:
         geometry: DerivativeGeometry,
     ) -> DeviceFits:
         """Find the searches that have few parameters and little state."""
-        need = bytes_of_searches(code.programs, code.sums, _level_bytes(draft))
+        level_bytes = draft.variant.tile * draft.variant.dtype.itemsize
+        need = bytes_of_searches(code.programs, code.sums, level_bytes)
         runs = (code.programs["parameters"] <= MOST_PARAMETERS) & (need <= rooms[1])
         return cls(device, rooms, resident, draft, code, kernels, geometry, need, np.asarray(runs))
 
@@ -173,7 +174,13 @@ class DeviceFits:
     ) -> Steps[None]:
         """Run searches whose state is on the device at the same time."""
         with self.device.stream() as context:
-            state = self._state(searches)
+            # By the fields of the kernel's argument.
+            state: dict[str, NDArray[Any]] = {
+                "vectors": searches.vectors,
+                "numbers": searches.numbers,
+                "counters": searches.counters,
+                "curvatures": searches.curvature,
+            }
             size = sum(array.nbytes for array in state.values())
             prepare = partial(self._upload, context, code, state)
             arguments, fits, places = yield from offload(size, prepare)
@@ -186,15 +193,6 @@ class DeviceFits:
                 given = arguments, fits, partial(_turn_of_all, turn, later)
                 yield from self._run_group(context, group, *given)
             yield from offload(size, partial(_download, context, places, state))
-
-    def _state(self, searches: Searches) -> Mapping[str, NDArray[Any]]:
-        """Return the arrays of the searches by the fields of the kernel's argument."""
-        return {
-            "vectors": searches.vectors,
-            "numbers": searches.numbers,
-            "counters": searches.counters,
-            "curvatures": searches.curvature,
-        }
 
     def _upload(
         self, context: StreamContext, code: DerivativeCode, state: Mapping[str, NDArray[Any]]
@@ -258,10 +256,6 @@ class DeviceFits:
 def _turn_of_all(turn: FitTurn, later: int, iterations: int, running: int) -> bool:
     """Take a turn while other searches still wait for being run."""
     return turn(iterations, running + later)
-
-
-def _level_bytes(draft: LaunchDraft) -> int:
-    return draft.variant.tile * draft.variant.dtype.itemsize
 
 
 def _download(

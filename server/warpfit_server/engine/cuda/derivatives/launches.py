@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from warpfit.errors import ResourceExhaustedError
 from warpfit.losses import mentions_weight
 from warpfit.request import Precision
+from warpfit_server.engine.autodiff import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives import lowering
 from warpfit_server.engine.cuda.derivatives.lowering import PROGRAM, DerivativeCode
 from warpfit_server.engine.cuda.derivatives.source import (
@@ -53,9 +54,7 @@ from warpfit_server.engine.cuda.runtime.driver_calls import (
 )
 from warpfit_server.engine.interface import MOMENTS, Arithmetic, Steps
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.arguments import array_address
-from warpfit_server.engine.native.intrinsics import pointer_to
-from warpfit_server.engine.requested_outputs import RequestedOutputs
+from warpfit_server.engine.native.intrinsics import array_address, pointer_to
 from warpfit_server.engine.sum_tree import levels_between, nodes_of
 
 #: Bytes of rows that a thread works on at a time. Precise functions are long: their code for more

@@ -52,16 +52,16 @@ from warpfit_server.engine.lowering import (
     program_is_valid,
 )
 from warpfit_server.engine.native import numba_cache, parallel_loop
-from warpfit_server.engine.native.arguments import (
+from warpfit_server.engine.native.intrinsics import (
     FAILED,
     FINISHED,
     OWN_ARRAYS,
     argument_block,
     floats,
     reader,
+    uncounted,
     words,
 )
-from warpfit_server.engine.native.intrinsics import uncounted
 from warpfit_server.engine.native.numba_cache import address_of
 from warpfit_server.engine.native.parallel_loop import ParallelLoop
 
@@ -318,7 +318,7 @@ def fill_starts(records: NDArray[np.void], sums: NDArray[np.int64], vectors: int
 
 @numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def lower_chunk(block: int, chunk: int) -> Any:
-    """Lower the programs of a chunk; see `arguments`."""
+    """Lower the programs of a chunk; see `argument_block`."""
     source = source_of(block)
     out = EncodedArrays(
         _instructions_of(block, _ENCODED),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from functools import cache
 from importlib import resources
-from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -180,22 +179,18 @@ def labels() -> NDArray[np.int64]:
     return table
 
 
+#: The approximate functions that replace others in the operator table, by these.
+_FAST: Final = {
+    exact[1]: fast[1]
+    for row in OPERATORS.values()
+    if (exact := re.fullmatch(r"(\w+)\(a(?:, b)?\)", row.kernel))
+    and (fast := re.fullmatch(r"(\w+)\(a(?:, b)?\)", row.cuda_fast or ""))
+}
+
+
 def partial_source(source: str, arithmetic: Arithmetic) -> str:
     """Translate a derivative to CUDA C++, with approximate functions in fast arithmetic."""
     if not arithmetic.is_fast:
         return render(precise_calls(source), arithmetic.real)
-    calls = _fast_calls()
-    source = re.sub(r"\b(\w+)\(", lambda call: f"{calls.get(call[1], call[1])}(", source)
+    source = re.sub(r"\b(\w+)\(", lambda call: f"{_FAST.get(call[1], call[1])}(", source)
     return render(source, arithmetic.real)
-
-
-@cache
-def _fast_calls() -> MappingProxyType[str, str]:
-    """Map functions to the approximate functions that replace them in the operator table."""
-    calls = {}
-    for row in OPERATORS.values():
-        exact = re.fullmatch(r"(\w+)\(a(?:, b)?\)", row.kernel)
-        fast = re.fullmatch(r"(\w+)\(a(?:, b)?\)", row.cuda_fast or "")
-        if exact and fast:
-            calls[exact[1]] = fast[1]
-    return MappingProxyType(calls)

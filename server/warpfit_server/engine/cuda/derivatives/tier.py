@@ -22,7 +22,13 @@ from warpfit.errors import ProgramError
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
 from warpfit.request import Evaluation, Precision, Tier, Timings
-from warpfit_server.engine.autodiff import no_row_loss, row_loss_tokens
+from warpfit_server.engine.autodiff import (
+    RequestedOutputs,
+    linearisation_outputs,
+    no_row_loss,
+    requested_outputs,
+    row_loss_tokens,
+)
 from warpfit_server.engine.cuda.derivatives.fits import BLOCKS as BLOCKS_OF_FITS
 from warpfit_server.engine.cuda.derivatives.fits import DeviceFits
 from warpfit_server.engine.cuda.derivatives.launches import (
@@ -60,13 +66,8 @@ from warpfit_server.engine.interface import (
     Steps,
     edges_of,
 )
-from warpfit_server.engine.lowering_cache import LoweringCache
+from warpfit_server.engine.lowering import LoweringCache
 from warpfit_server.engine.native.compile_processes import BACKGROUND
-from warpfit_server.engine.requested_outputs import (
-    RequestedOutputs,
-    linearisation_outputs,
-    requested_outputs,
-)
 from warpfit_server.shared_batch import SharedBatch
 
 #: Most rows of which values are on the device at a time, a power of two.
@@ -208,18 +209,26 @@ class DerivativeTier:
             most = min(most, _MOST_VALUES)
         rows = evaluation.row_range(resident.dataset.layout)
         spans = cut_rows(rows, most)
-        work = resident, evaluation, longest(spans), wanted
         if selection is None:
-            plan = yield from self._plan(*work)
+            plan = yield from self._plan(resident, evaluation, longest(spans), wanted)
         else:
-            plan = yield from self._selected_plan(*work, selection)
+            precision, programs = evaluation.precision, selection.programs
+            given = resident, precision, longest(spans), wanted
+            kept = yield from self._kept_code(*given, selection.batch)
+            if kept.last is None or kept.last[0] is not programs:
+                code = kept.code.select(programs)
+                plan = plan_launches(self._device, self._shared, draft_launches(*given), code)
+                kept.last = programs, plan
+            plan = kept.last[1]
         kernels = yield from self._prepare(plan)
         with self._device.stream() as context:
             nodes = None
             if len(spans) > 1:
                 nodes = RowNodes.allocate(context, wanted, plan.code, rows, most)
-            given = resident, evaluation.batch.parameters, wanted, plan, kernels, nodes
-            launch = DerivativeLaunch.begin(context, *given)
+            parameters = evaluation.batch.parameters
+            launch = DerivativeLaunch.begin(
+                context, resident, parameters, wanted, plan, kernels, nodes
+            )
             return (yield from launch.run(self._device, spans))
 
     def _plan(
@@ -258,23 +267,6 @@ class DerivativeTier:
             codes.append((yield from made))
         code = codes[0] if len(codes) == 1 else DerivativeCode.joining(codes)
         return plan_launches(self._device, self._shared, draft(), code)
-
-    def _selected_plan(
-        self,
-        resident: ResidentDataset,
-        evaluation: Evaluation,
-        rows: Span,
-        wanted: RequestedOutputs,
-        selection: Selection,
-    ) -> Steps[LaunchPlan]:
-        """Plan an evaluation of selected programs, whose code is on the device."""
-        precision, programs = evaluation.precision, selection.programs
-        kept = yield from self._kept_code(resident, precision, rows, wanted, selection.batch)
-        if kept.last is None or kept.last[0] is not programs:
-            draft = draft_launches(resident, precision, rows, wanted)
-            plan = plan_launches(self._device, self._shared, draft, kept.code.select(programs))
-            kept.last = programs, plan
-        return kept.last[1]
 
     def _kept_code(
         self,

@@ -207,7 +207,14 @@ def interpreter_source(variant: Variant) -> CudaSource:
     cases: list[str] = []
     called: list[str] = []
     unary: list[str] = []
+    invariant: list[str] = []
     for row in rows:
+        arity = row.arity
+        operands = ", ".join(f"stack[height - {arity - i}]" for i in range(arity))
+        invariant.append(
+            f"      case {row.code}: stack[height - {arity}] = op_{row.name}({operands}); "
+            f"height -= {arity - 1}; break;"
+        )
         macro, given = _macro(row, variant), f"(op_{row.name}, {table[row.code]})"
         if not macro.startswith("CALLED"):
             cases.append(f"        {macro}{given}")
@@ -223,7 +230,7 @@ def interpreter_source(variant: Variant) -> CudaSource:
         "OPERATORS": operator_functions(variant.arithmetic),
         "CASES": cases,
         "CALLED": called,
-        "INVARIANT_CASES": [_invariant_case(row) for row in rows],
+        "INVARIANT_CASES": invariant,
     }
     template = _ENCODING + BATCH_SOURCE + TEMPLATE
     text = source_of(variant, {"BLOCKS_AT_LEAST": blocks}, template, parts)
@@ -260,13 +267,3 @@ def is_costly(expression: str, variant: Variant) -> bool:
 def is_direct(expression: str) -> bool:
     """Return whether a rendered expression is so short that each form of it has its own code."""
     return set(_CALL.findall(expression)) <= _DIRECT and "/" not in expression
-
-
-def _invariant_case(row: Operator) -> str:
-    """Return the case of an operator on a stack of invariants."""
-    arity = row.arity
-    operands = ", ".join(f"stack[height - {arity - i}]" for i in range(arity))
-    return (
-        f"      case {row.code}: stack[height - {arity}] = op_{row.name}({operands}); "
-        f"height -= {arity - 1}; break;"
-    )

@@ -46,7 +46,7 @@ from warpfit_server.engine.cuda.runtime.datasets import (
 from warpfit_server.engine.cuda.runtime.device import LAUNCH_WORK, CudaDevice, StreamContext
 from warpfit_server.engine.cuda.runtime.driver_calls import as_record
 from warpfit_server.engine.interface import Arithmetic, Outputs, Steps
-from warpfit_server.engine.native.arguments import array_address
+from warpfit_server.engine.native.intrinsics import array_address
 from warpfit_server.engine.sum_tree import sum_nodes
 from warpfit_server.shared_batch import SharedBatch
 

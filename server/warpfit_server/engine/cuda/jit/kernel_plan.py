@@ -61,16 +61,15 @@ _CHEAP_LAYOUT: Final = GridLayout(group_size=20, threads=512, blocks=2, rows=4)
 _GRADIENT_LAYOUT: Final = GridLayout(group_size=10, threads=512, blocks=4)
 
 
-def _cheap_codes() -> NDArray[np.bool_]:
-    """Return whether a token needs no division and no function but abs, by code; bool [256]."""
-    cheap = np.ones(256, dtype=np.bool_)
-    for operator in OPERATORS.values():
-        called = set(re.findall(r"(\w+)\(", operator.kernel)) - {"abs", "select"}
-        cheap[operator.code] = not called and "/" not in operator.kernel
-    return cheap
-
-
-_CHEAP: Final = _cheap_codes()
+#: Whether a token needs no division and no function but abs, by code; bool [256].
+_CHEAP: Final = np.ones(256, dtype=np.bool_)
+_CHEAP[
+    [
+        operator.code
+        for operator in OPERATORS.values()
+        if "/" in operator.kernel or {*re.findall(r"(\w+)\(", operator.kernel)} - {"abs", "select"}
+    ]
+] = False
 
 
 def best_layout(

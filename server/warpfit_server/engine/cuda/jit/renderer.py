@@ -424,12 +424,28 @@ class _Kernel:
         A lane ends with one sum in %wide, and with its place among the sums in %place.
         """
         lines, steps, count = [], [], len(totals)
+        sent, width = ("%other", "b32") if self.sum_kind == "r" else ("%widest", "b64")
         for distance in (16, 8, 4, 2, 1):
             half = -(-count // 2)
             lines += [f"and.b32 %low, %lane, {distance};", "setp.ne.u32 %first, %low, 0;"]
+            exchange = [f"shfl.sync.bfly.b32 %other, %other, {distance}, 31, -1;"]
+            if self.sum_kind != "r":
+                exchange = [
+                    "mov.b64 {%low, %high}, %widest;",
+                    f"shfl.sync.bfly.b32 %low, %low, {distance}, 31, -1;",
+                    f"shfl.sync.bfly.b32 %high, %high, {distance}, 31, -1;",
+                    "mov.b64 %widest, {%low, %high};",
+                ]
+            # A lane adds what the one at the distance has of the same sum; %first says which.
             for index, total in enumerate(totals[:half]):
-                other = totals[index + half] if index + half < count else ""
-                lines += self._exchange(total, other, distance)
+                lines.append(f"mov.{width} {sent}, {total};")
+                if index + half < count:
+                    other = totals[index + half]
+                    lines[-1:] = [
+                        f"selp.{width} {sent}, {total}, {other}, %first;",
+                        f"selp.{width} {total}, {other}, {total}, %first;",
+                    ]
+                lines += [*exchange, f"add.{self.suffix} {total}, {total}, {sent};"]
             steps.append((distance, half, count))
             count = half
         lines.append("mov.u32 %place, 0;")
@@ -444,26 +460,6 @@ class _Kernel:
                 ]
         widen = "cvt.f64.f32" if self.sum_kind == "r" else "mov.b64"
         return [*lines, f"{widen} %wide, {totals[0]};"]
-
-    def _exchange(self, total: str, other: str, distance: int) -> list[str]:
-        """Add what the lane at a distance has of the same sum; %first says who keeps ``other``."""
-        sent, width = ("%other", "b32") if self.sum_kind == "r" else ("%widest", "b64")
-        lines = [f"mov.{width} {sent}, {total};"]
-        if other:
-            lines = [
-                f"selp.{width} {sent}, {total}, {other}, %first;",
-                f"selp.{width} {total}, {other}, {total}, %first;",
-            ]
-        if self.sum_kind == "r":
-            lines.append(f"shfl.sync.bfly.b32 %other, %other, {distance}, 31, -1;")
-        else:
-            lines += [
-                "mov.b64 {%low, %high}, %widest;",
-                f"shfl.sync.bfly.b32 %low, %low, {distance}, 31, -1;",
-                f"shfl.sync.bfly.b32 %high, %high, {distance}, 31, -1;",
-                "mov.b64 %widest, {%low, %high};",
-            ]
-        return [*lines, f"add.{self.suffix} {total}, {total}, {sent};"]
 
     # The pool of invariants
     #

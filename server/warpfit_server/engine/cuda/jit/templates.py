@@ -179,7 +179,25 @@ class _Converter:
                 waiting = results if not target else arriving.setdefault(target, [])
                 waiting.append((taken, dict(values)))
         _, values = self._merge(results)
-        return self._prune(values["result"])
+        result = values["result"]
+        if isinstance(result, str):
+            kind = "d" if result.startswith("0d") else "r"
+            result = self._emit(f"mov.{CLASSES[kind]}", kind, [result])
+        # Instructions that the result does not need are dropped, and the values renumbered.
+        needed = {result}
+        for index in range(len(self.instructions) - 1, -1, -1):
+            if index + self.arity in needed:
+                needed.update(self.instructions[index].sources)
+        kept = [i for i in range(len(self.instructions)) if i + self.arity in needed]
+        number = {i: i for i in range(self.arity)}
+        number |= {old + self.arity: new + self.arity for new, old in enumerate(kept)}
+        instructions = tuple(
+            self.instructions[i]._replace(
+                sources=tuple(number[source] for source in self.instructions[i].sources)
+            )
+            for i in kept
+        )
+        return Template(self.arity, instructions, number[result])
 
     def _merge(
         self, edges: list[tuple[Condition, dict[str, Operand]]]
@@ -196,7 +214,17 @@ class _Converter:
         return condition, values
 
     def _select(self, value: Operand, other: Operand, when: Condition, name: str) -> Operand:
-        predicate = self._predicate(when)
+        def joined(opcode: str, operands: list[int]) -> int:
+            return functools.reduce(lambda a, b: self._emit(opcode, "p", [a, b]), operands)
+
+        terms = []
+        for term in sorted(when, key=sorted):
+            literals = [
+                literal if polarity else self._emit("not.pred", "p", [literal])
+                for literal, polarity in sorted(term)
+            ]
+            terms.append(joined("and.pred", literals))
+        predicate = joined("or.pred", terms)
         kind = "r" if name == "result" and self._kind(value, other) == "r" else ""
         kind = kind or self._kind(value, other) or _class_of(name)
         if kind == "p":
@@ -209,19 +237,6 @@ class _Converter:
             if isinstance(value, int) and value >= self.arity:
                 return self.instructions[value - self.arity].kind
         return ""
-
-    def _predicate(self, condition: Condition) -> int:
-        def joined(opcode: str, operands: list[int]) -> int:
-            return functools.reduce(lambda a, b: self._emit(opcode, "p", [a, b]), operands)
-
-        terms = []
-        for term in sorted(condition, key=sorted):
-            literals = [
-                value if polarity else self._emit("not.pred", "p", [value])
-                for value, polarity in sorted(term)
-            ]
-            terms.append(joined("and.pred", literals))
-        return joined("or.pred", terms)
 
     def _execute(self, line: str, values: dict[str, Operand]) -> None:
         load = _LOAD.match(line)
@@ -245,25 +260,21 @@ class _Converter:
                 values[result] = self._emit(opcode, _class_of(result), [values[table[1]]], text)
         elif opcode.startswith(("ld.", "st.", "call", "@", "{")) or "|" in rest:
             raise NotInlinableError(line)
-        else:
-            self._arithmetic(opcode, rest, values)
-
-    def _arithmetic(self, opcode: str, rest: str, values: dict[str, Operand]) -> None:
-        if opcode == "mov.b64" and "{" in rest:
+        elif opcode == "mov.b64" and "{" in rest:
             self._move_pair(rest, values)
-            return
-        result, *sources = rest.split(", ")
-        operands = [self._operand(source, values) for source in sources]
-        if opcode.startswith("mov."):
-            operand = _bits(operands[0]) if ".b" in opcode else operands[0]
-            if isinstance(operand, str) and re.match(r"%f\d", result):
-                operand = f"0f{int(str(_bits(operand)), 0) % 2**32:08X}"
-            values[result] = operand
-        elif opcode == "div.approx.ftz.f32":
-            reciprocal = self._emit("rcp.approx.ftz.f32", "r", [operands[1]])
-            values[result] = self._emit("mul.ftz.f32", "r", [operands[0], reciprocal])
         else:
-            values[result] = self._emit(opcode, _class_of(result), operands)
+            result, *sources = rest.split(", ")
+            operands = [self._operand(source, values) for source in sources]
+            if opcode.startswith("mov."):
+                operand = _bits(operands[0]) if ".b" in opcode else operands[0]
+                if isinstance(operand, str) and re.match(r"%f\d", result):
+                    operand = f"0f{int(str(_bits(operand)), 0) % 2**32:08X}"
+                values[result] = operand
+            elif opcode == "div.approx.ftz.f32":
+                reciprocal = self._emit("rcp.approx.ftz.f32", "r", [operands[1]])
+                values[result] = self._emit("mul.ftz.f32", "r", [operands[0], reciprocal])
+            else:
+                values[result] = self._emit(opcode, _class_of(result), operands)
 
     def _move_pair(self, rest: str, values: dict[str, Operand]) -> None:
         if rest.startswith("{"):
@@ -310,26 +321,6 @@ class _Converter:
             self.known[key] = self.arity + len(self.instructions)
             self.instructions.append(Instruction(key[0], kind, key[1]))
         return self.known[key]
-
-    def _prune(self, result: Operand) -> Template:
-        """Drop instructions that the result does not need, and renumber the values."""
-        if isinstance(result, str):
-            kind = "d" if result.startswith("0d") else "r"
-            result = self._emit(f"mov.{CLASSES[kind]}", kind, [result])
-        needed = {result}
-        for index in range(len(self.instructions) - 1, -1, -1):
-            if index + self.arity in needed:
-                needed.update(self.instructions[index].sources)
-        kept = [i for i in range(len(self.instructions)) if i + self.arity in needed]
-        number = {i: i for i in range(self.arity)}
-        number |= {old + self.arity: new + self.arity for new, old in enumerate(kept)}
-        instructions = tuple(
-            self.instructions[i]._replace(
-                sources=tuple(number[source] for source in self.instructions[i].sources)
-            )
-            for i in kept
-        )
-        return Template(self.arity, instructions, number[result])
 
 
 def _forward_order(blocks: list[_Block]) -> list[_Block]:

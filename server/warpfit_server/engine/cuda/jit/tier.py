@@ -200,10 +200,24 @@ class CompiledTier:
     def _cut(
         self, plan: KernelPlan, resident: ResidentDataset, evaluation: Evaluation
     ) -> CompiledWork:
-        """Cut the rows of an evaluation into launches and blocks, and its blocks among kernels."""
-        start, stop = evaluation.row_range(resident.dataset.layout)
-        chunk = min(self._rows_per_launch(plan, evaluation, resident), resident.window_rows)
-        block, vectors = block_rows(plan.output, stop - start), evaluation.batch.vectors
+        """Cut the rows of an evaluation into launches and blocks, and its blocks among kernels.
+
+        Rows of a launch are a power of two, not less than those of a block.
+        """
+        layout, arithmetic = resident.dataset.layout, plan.arithmetic
+        (start, stop), vectors = evaluation.row_range(layout), evaluation.batch.vectors
+        if evaluation.values:
+            row_bytes = len(evaluation.batch) * vectors * arithmetic.dtype.itemsize
+            room = self._device.result_bytes(_CHUNK_BYTES)
+            chunk = rows_that_fit(room, row_bytes, MAX_BLOCK_ROWS)
+        else:
+            each = LAUNCH_WORK[arithmetic].compiled * self._device.multiprocessors
+            launches = evaluation.token_rows(layout) // each
+            most = max(1, (stop - start) // _MIN_ROWS)
+            rows = -(-(stop - start) // min(max(1, launches), most))
+            chunk = 1 << (max(rows, MAX_BLOCK_ROWS) - 1).bit_length()
+        chunk = min(chunk, resident.window_rows)
+        block = block_rows(plan.output, stop - start)
         # A kernel has at most one block of threads for each block of rows.
         most = -(-(start % block + min(chunk, stop - start)) // block)
         total = plan.layout.blocks * self._device.multiprocessors
@@ -285,22 +299,6 @@ class CompiledTier:
             outputs.losses[...] = shaped[plan.sum_starts[:-1]]
             work.fill_gradients(shaped, outputs)
         return launched - started, computed, max(0, time.perf_counter_ns() - launched - computed)
-
-    def _rows_per_launch(
-        self, plan: KernelPlan, evaluation: Evaluation, resident: ResidentDataset
-    ) -> int:
-        """Return the rows of one launch: a power of two, not less than those of a block."""
-        batch, arithmetic, layout = evaluation.batch, plan.arithmetic, resident.dataset.layout
-        if evaluation.values:
-            row_bytes = len(batch) * batch.vectors * arithmetic.dtype.itemsize
-            return rows_that_fit(self._device.result_bytes(_CHUNK_BYTES), row_bytes, MAX_BLOCK_ROWS)
-        start, stop = evaluation.row_range(layout)
-        token_rows = evaluation.token_rows(layout)
-        each = LAUNCH_WORK[arithmetic].compiled * self._device.multiprocessors
-        launches = token_rows // each
-        most = max(1, (stop - start) // _MIN_ROWS)
-        rows = -(-(stop - start) // min(max(1, launches), most))
-        return 1 << (max(rows, MAX_BLOCK_ROWS) - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

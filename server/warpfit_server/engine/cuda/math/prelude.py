@@ -57,10 +57,8 @@ def precise_calls(expression: str) -> str:
 def precise_source(real: str) -> str:
     """Return the functions for ``real`` (float or double), to follow the prelude."""
     text = _read("precise32.cu")
-    return text + _double_source() if real == "double" else text
-
-
-def _double_source() -> str:
+    if real != "double":
+        return text
     with localcontext(prec=60):
         logarithms = [_split(-c.ln()) for c in _RECIPROCALS]
         natural = _split(Decimal(2).ln())
@@ -72,7 +70,7 @@ def _double_source() -> str:
         "LOW": columns[1],
         "LN2": ", ".join(natural),
     }
-    return re.sub(r"@(\w+)@", lambda field: fields[field[1]], _read("precise64.cu"))
+    return text + re.sub(r"@(\w+)@", lambda field: fields[field[1]], _read("precise64.cu"))
 
 
 def _split(value: Decimal) -> tuple[str, str]:

@@ -340,7 +340,9 @@ class _FunctionText:
             case ast.Attribute(value=ast.Name(id=name), attr=attribute) if self._is_local(name):
                 return f"{_word(name)}.{_word(attribute)}"
             case ast.Name() | ast.Attribute():
-                return self._constant(node)
+                found = self._found(node)
+                if isinstance(found, (bool, int, float)):
+                    return _literal(found)
             case ast.Call():
                 return self._call(node)
             case ast.UnaryOp(op=op, operand=operand):
@@ -349,18 +351,32 @@ class _FunctionText:
                 return f"({f' {_OPERATORS[type(op)]} '.join(map(self._value, values))})"
             case ast.IfExp(test=test, body=body, orelse=other):
                 return f"({self._value(test)} ? {self._value(body)} : {self._value(other)})"
-            case ast.BinOp():
-                return self._operation(node)
+            case ast.BinOp(left=left, op=ast.Div(), right=right):
+                return f"((double)({self._value(left)}) / (double)({self._value(right)}))"
+            case ast.BinOp(left=left, op=ast.Pow(), right=right):
+                base, power = self._value(left), self._value(right)
+                exponent = right.value if isinstance(right, ast.Constant) else None
+                product = _POWERS.get(exponent) if isinstance(exponent, int) else None
+                if product:
+                    return f"{product}({base})"
+                return f"pow((double)({base}), (double)({power}))"
+            case ast.BinOp(left=left, op=op, right=right):
+                return f"({self._value(left)} {_OPERATORS[type(op)]} {self._value(right)})"
             case ast.Compare():
                 return self._comparison(node)
-            case ast.Subscript():
-                return self._element(node)
-        raise self._fail(node)
-
-    def _constant(self, node: ast.expr) -> str:
-        found = self._found(node)
-        if isinstance(found, (bool, int, float)):
-            return _literal(found)
+            case ast.Subscript(
+                value=ast.Attribute(value=owner, attr="shape"), slice=ast.Constant(value=1)
+            ):
+                return f"{self._value(owner)}.columns"
+            case ast.Subscript(value=owner, slice=ast.Tuple(elts=[row, column])):
+                return f"{self._value(owner)}.at({self._value(row)}, {self._value(column)})"
+            case ast.Subscript(value=owner, slice=ast.Slice(lower=begin, upper=end, step=None)):
+                whole = self._value(owner)
+                first = self._value(begin) if begin else "0"
+                last = self._value(end) if end else f"{whole}.count"
+                return f"{whole}.part({first}, {last})"
+            case ast.Subscript(value=owner, slice=index):
+                return f"{self._value(owner)}[{self._value(index)}]"
         raise self._fail(node)
 
     def _found(self, node: ast.expr) -> Any:
@@ -392,16 +408,6 @@ class _FunctionText:
         except (KeyError, TypeError):
             raise self._fail(node) from None
 
-    def _operation(self, node: ast.BinOp) -> str:
-        left, right = self._value(node.left), self._value(node.right)
-        if isinstance(node.op, ast.Div):
-            return f"((double)({left}) / (double)({right}))"
-        if isinstance(node.op, ast.Pow):
-            exponent = node.right.value if isinstance(node.right, ast.Constant) else None
-            name = _POWERS.get(exponent) if isinstance(exponent, int) else None
-            return f"{name}({left})" if name else f"pow((double)({left}), (double)({right}))"
-        return f"({left} {_OPERATORS[type(node.op)]} {right})"
-
     def _comparison(self, node: ast.Compare) -> str:
         parts, left = [], node.left
         for operator, right in zip(node.ops, node.comparators, strict=True):
@@ -413,23 +419,6 @@ class _FunctionText:
                 parts.append(f"({own} {_OPERATORS[type(operator)]} {self._value(right)})")
             left = right
         return parts[0] if len(parts) == 1 else f"({' && '.join(parts)})"
-
-    def _element(self, node: ast.Subscript) -> str:
-        match node:
-            case ast.Subscript(
-                value=ast.Attribute(value=owner, attr="shape"), slice=ast.Constant(value=1)
-            ):
-                return f"{self._value(owner)}.columns"
-            case ast.Subscript(value=owner, slice=ast.Tuple(elts=[row, column])):
-                return f"{self._value(owner)}.at({self._value(row)}, {self._value(column)})"
-            case ast.Subscript(value=owner, slice=ast.Slice(lower=begin, upper=end, step=None)):
-                whole = self._value(owner)
-                first = self._value(begin) if begin else "0"
-                last = self._value(end) if end else f"{whole}.count"
-                return f"{whole}.part({first}, {last})"
-            case ast.Subscript(value=owner, slice=index):
-                return f"{self._value(owner)}[{self._value(index)}]"
-        raise self._fail(node)
 
 
 def _word(name: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -35,13 +35,6 @@ FLAVOURS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[CpuEngine]:
-    made = CpuEngine(threads=2)
-    yield made
-    made.close()
-
-
 @pytest.fixture(scope="module", params=FLAVOURS, ids=lambda flavour: f"{flavour[0]}-{flavour[1]}")
 def flavour(request):
     return request.param
@@ -61,30 +54,22 @@ def test_every_operand_has_a_rule():
 
 
 def test_plans_of_fits_are_kept_and_told_apart():
-    programs, parameters = smooth_programs()
-    batch = Batch.of(programs, parameters)
-    data = make_dataset(5_000, "float32", weights=True)
-    other = make_dataset(5_000, "float64", weights=True)
+    batch, flag = Batch.of(*smooth_programs()), np.zeros(1, np.uint8)
+    datasets = [make_dataset(5_000, dtype, weights=True) for dtype in ("float32", "float64")]
     kept, fresh = CpuEngine(threads=1), CpuEngine(threads=1)
-    flag = np.zeros(1, dtype=np.uint8)
     selection = Selection(batch, np.arange(len(batch)))
-    for engine in (kept, fresh):
+    for engine, data in product((kept, fresh), datasets):
         engine.load(data)
-        engine.load(other)
-    for scale in (1.0, 0.9):
-        for dataset in (data, other):
-            for loss in (SQUARES, ABSOLUTE):
-                for rows in (None, (7, 4_000)):
-                    for curvature in (True, False):
-                        scaled = replace(batch, parameters=scale * batch.parameters)
-                        problem = Evaluation(dataset.content_id, scaled, rows=rows)
-                        options = {"curvature": curvature, "cancelled": flag}
-                        steps = kept.linearise(problem, loss, selection=selection, **options)
-                        found = run_to_end(steps)
-                        expected = run_to_end(fresh.linearise(problem, loss, **options))
-                        for name in ("losses", "gradients", "curvatures"):
-                            ours, theirs = getattr(found, name), getattr(expected, name)
-                            np.testing.assert_array_equal(ours, theirs, err_msg=name)
+    ways = (1.0, 0.9), datasets, (SQUARES, ABSOLUTE), (None, (7, 4_000)), (True, False)
+    for scale, data, loss, rows, curvature in product(*ways):
+        scaled = replace(batch, parameters=scale * batch.parameters)
+        problem = Evaluation(data.content_id, scaled, rows=rows)
+        options = {"curvature": curvature, "cancelled": flag}
+        found = run_to_end(kept.linearise(problem, loss, selection=selection, **options))
+        expected = run_to_end(fresh.linearise(problem, loss, **options))
+        for name in ("losses", "gradients", "curvatures"):
+            ours, theirs = getattr(found, name), getattr(expected, name)
+            np.testing.assert_array_equal(ours, theirs, err_msg=name)
     assert len(kept._derived) == 16
     kept.close()
     fresh.close()
@@ -108,19 +93,6 @@ def test_the_batch_of_a_fit_is_lowered_once(engine, monkeypatch):
     assert len(lowered) == 1
 
 
-@pytest.fixture
-def costs(engine, monkeypatch):
-    """The costs of all work that the engine cuts."""
-    found, run = [], engine.run_in_steps
-
-    def noted(work, *given):
-        found.append(work.cut.cost)
-        return run(work, *given)
-
-    monkeypatch.setattr(engine, "run_in_steps", noted)
-    return found
-
-
 @pytest.mark.parametrize(
     ("asked", "least"),
     [
@@ -129,30 +101,36 @@ def costs(engine, monkeypatch):
         ({"reductions": True}, 1.5),
     ],
 )
-def test_all_that_a_row_needs_counts_where_a_pass_is_cut_into_steps(engine, costs, asked, least):
+def test_all_that_a_row_needs_counts_where_a_pass_is_cut_into_steps(
+    engine, monkeypatch, asked, least
+):
     data, batch = make_dataset(20_000, "float32"), Batch.of([parse("x1*p1")] * 40, [[1.0]] * 40)
     engine.load(data)
+    costs, run = [], engine.run_in_steps
+
+    def noted(work, *given):
+        costs.append(work.cut.cost)
+        return run(work, *given)
+
+    monkeypatch.setattr(engine, "run_in_steps", noted)
 
     def cost(**asked):
         costs.clear()
         problem = Evaluation(data.content_id, batch, values=False, **asked)
-        outputs = outputs_for(problem, data.layout)
-        of_sums, summed = reduce_to_sums(problem, outputs)
+        of_sums, summed = reduce_to_sums(problem, outputs_for(problem, data.layout))
         run_to_end(engine.evaluate(of_sums, summed))
         return max(costs)
 
     assert cost(**asked) > least * cost(loss=Loss.MSE)
 
 
-def test_dear_programs_are_cut_into_smaller_chunks(engine):
-    layout = make_dataset(20_000, "float32").layout
-    chunks = []
+def test_dear_programs_are_cut_into_smaller_chunks():
+    layout, chunks = make_dataset(20_000, "float32").layout, []
     for name in ("neg", "sin", "lgamma"):
         batch = Batch.of([parse(f"{name}(x1)*x2")] * 1_000)
         given = np.zeros(1_000, np.int64), 1, (0, 20_000), layout, 1
         cut = cut_instances(batch.lengths.astype(np.int64), weights_of(batch), *given)
         chunks.append(len(cut.ranges))
-    assert chunks == sorted(chunks)
     assert chunks[1] > 4 * chunks[0]
     assert chunks[2] > 1.5 * chunks[1]
 
@@ -172,8 +150,7 @@ def test_a_large_batch_is_lowered_in_steps(engine, monkeypatch, gradient):
     assert steps >= len(batch.codes) // 1_000
     expected = outputs.losses.copy()
     engine.others_wait(False)
-    if engine.threads > 1:
-        assert sum(1 for _ in engine.evaluate(problem, outputs)) < steps / 2
+    assert sum(1 for _ in engine.evaluate(problem, outputs)) < steps / 2
     monkeypatch.undo()
     run_to_end(engine.evaluate(problem, outputs))
     np.testing.assert_array_equal(outputs.losses, expected)

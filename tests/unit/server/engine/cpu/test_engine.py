@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.engines.references import POISON, Evaluate, reference_loss
+from support.engines.references import POISON, Evaluate, outputs_for, reference_loss
 from support.random_programs import random_program, thesis_mix
 from warpfit import errors
 from warpfit.dataset import Dataset, Layout
@@ -29,15 +29,6 @@ from warpfit_server.engine.interface import Outputs, run_to_end
 
 X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
 RNG_SEED = 5
-
-
-@pytest.fixture(scope="module")
-def evaluate() -> Iterator[Evaluate]:
-    engine = CpuEngine(threads=2)
-    runner = Evaluate(engine)
-    yield runner
-    runner.unload()
-    engine.close()
 
 
 def make_dataset(rows: int, dtype: str = "float64", *, weights: bool = False) -> Dataset:
@@ -94,74 +85,55 @@ def test_parameter_vectors(evaluate, rows):
             assert np.array_equal(got.losses[index, k], one.losses[0, 0], equal_nan=True)
 
 
-def test_threads_do_not_change_anything(monkeypatch):
+def assert_same(got, expected):
+    np.testing.assert_array_equal(got.values, expected.values)
+    np.testing.assert_array_equal(got.losses, expected.losses)
+
+
+def test_neither_threads_nor_other_evaluations_change_anything(evaluate, monkeypatch):
     monkeypatch.setattr(interpreter, "_LARGEST_CHUNK", 200_000)
-    data = make_dataset(50_000, "float32")
-    programs, parameters = thesis_mix(8, 40)
-    answers = []
-    for threads in (1, 2, 3, 16):
+    given = make_dataset(50_000, "float32"), *thesis_mix(8, 40)
+    expected = evaluate(*given, loss=Loss.R2)
+    for threads in (1, 3, 16):
         engine = CpuEngine(threads=threads)
-        answers.append(Evaluate(engine)(data, programs, parameters, loss=Loss.R2))
+        assert_same(Evaluate(engine)(*given, loss=Loss.R2), expected)
         engine.close()
-    for other in answers[1:]:
-        np.testing.assert_array_equal(answers[0].values, other.values)
-        np.testing.assert_array_equal(answers[0].losses, other.losses)
-
-
-def test_evaluations_at_the_same_time(evaluate):
-    data = make_dataset(3000, "float32")
-    programs, parameters = thesis_mix(9, 60)
-    expected = evaluate(data, programs, parameters, loss=Loss.MSE)
-    engine = evaluate.engine
-
-    def again(_: int):
-        return Evaluate(engine)(data, programs, parameters, loss=Loss.MSE)
-
     with ThreadPoolExecutor(4) as pool:
-        for got in pool.map(again, range(12)):
-            np.testing.assert_array_equal(got.values, expected.values)
-            np.testing.assert_array_equal(got.losses, expected.losses)
+        for got in pool.map(lambda _: Evaluate(evaluate.engine)(*given, loss=Loss.R2), range(6)):
+            assert_same(got, expected)
 
 
 @pytest.mark.parametrize("derivatives", [False, True])
-def test_programs_that_are_kept_lowered_are_checked_for_each_data_set(derivatives):
+def test_programs_that_are_kept_lowered_are_checked_for_each_data_set(engine, derivatives):
     """Programs that were valid for one data set may not be for another one."""
-    wide = make_dataset(100)
-    narrow = Dataset.of(np.ones((100, 1)), np.ones(100))
-    engine, batch = CpuEngine(threads=1), Batch.of([Program.apply("mul", X2, P1)], [[2.0]])
+    wide, narrow = make_dataset(100), Dataset.of(np.ones((100, 1)), np.ones(100))
+    batch = Batch.of([Program.apply("mul", X2, P1)], [[2.0]])
+    engine.load(narrow)
 
-    def losses(dataset: Dataset) -> float:
-        asked = Evaluation(dataset.content_id, batch, loss=Loss.MSE, values=False)
-        outputs = Outputs(None, np.empty((1, 1)), np.zeros(1, np.uint8), lambda _: None)
-        if derivatives:
-            asked = replace(asked, gradient=True)
-            outputs = replace(outputs, gradients=np.empty(1))
+    def loss(data: Dataset) -> float:
+        asked = Evaluation(data.content_id, batch, loss=Loss.MSE, gradient=derivatives)
+        outputs = outputs_for(asked, wide.layout)
         run_to_end(engine.evaluate(asked, outputs))
         return float(outputs.losses[0, 0])
 
-    for dataset in (wide, narrow):
-        engine.load(dataset)
-    assert len({losses(wide) for _ in range(4)}) == 1
+    engine.load(wide)
+    assert len({loss(wide) for _ in range(4)}) == 1
     for _ in range(4):
         with pytest.raises(errors.ProgramError):
-            losses(narrow)
-    engine.close()
+            loss(narrow)
 
 
 def test_programs_that_are_kept_lowered_are_cut_anew(evaluate):
     """For other numbers of parameter vectors and of rows, and for data of another type."""
     programs, _ = thesis_mix(12, 20)
     rng = np.random.default_rng(1)
-    for number in range(12):
-        vectors, dtype = 1 + number % 3, ("float32", "float64")[number // 3 % 2]
-        data = make_dataset((30_000, 700)[number // 6 % 2], dtype)
+    for rows, dtype, vectors in product((30_000, 700), ("float32", "float64"), (1, 2, 3)):
         parameters = [rng.uniform(0.5, 2, size=(vectors, p.parameters)) for p in programs]
-        got = evaluate(data, programs, parameters, loss=Loss.MAE)
+        given = make_dataset(rows, dtype), programs, parameters
         fresh = Evaluate(CpuEngine(threads=1))
-        expected = fresh(data, programs, parameters, loss=Loss.MAE)
+        got, expected = (run(*given, loss=Loss.MAE) for run in (evaluate, fresh))
         fresh.engine.close()
-        np.testing.assert_array_equal(got.values, expected.values)
-        np.testing.assert_array_equal(got.losses, expected.losses)
+        assert_same(got, expected)
 
 
 def test_values_are_announced_in_order_and_final(evaluate):
@@ -189,31 +161,21 @@ def test_cancelled_before_and_in_the_middle(evaluate):
     programs, parameters = thesis_mix(12, 200)
     with pytest.raises(errors.CancelledError):
         evaluate(data, programs, parameters, cancelled=True)
-    cancelled = np.zeros(1, np.uint8)
-    announced: list[int] = []
-
-    def cancel(ready: int) -> None:
-        announced.append(ready)
-        cancelled[0] = 1
-
-    evaluation = Evaluation(data.content_id, Batch.of(programs, parameters))
-    values = np.empty(evaluation.shape(data.layout), np.float32)
+    evaluation, announced = Evaluation(data.content_id, Batch.of(programs, parameters)), []
+    outputs = outputs_for(evaluation, data.layout, ready=announced.append)
     with pytest.raises(errors.CancelledError):
-        run_to_end(evaluate.engine.evaluate(evaluation, Outputs(values, None, cancelled, cancel)))
-    assert len(announced) == 1
-    assert announced[0] < 200
+        for _ in evaluate.engine.evaluate(evaluation, outputs):
+            outputs.cancelled[0] = len(announced) > 0
+    assert 0 < announced[-1] < 200
     assert np.isfinite(evaluate(data, [X1]).values).all()
 
 
 @pytest.mark.parametrize("leaning", ["left", "right"])
 @pytest.mark.parametrize("tokens", [10_001, 300_001])
 def test_long_chains(evaluate, leaning, tokens):
-    count = tokens // 2
-    leaf, add = 1, OPERATORS["add"].code
-    codes = (
-        [leaf, *[leaf, add] * count] if leaning == "left" else [leaf] * (count + 1) + [add] * count
-    )
-    values = np.where(np.array(codes) == leaf, np.arange(len(codes)) % 2, 0)
+    count, leaf, add = tokens // 2, [VARIABLE], [OPERATORS["add"].code]
+    codes = leaf + (leaf + add) * count if leaning == "left" else leaf * (count + 1) + add * count
+    values = np.where(np.array(codes) == VARIABLE, np.arange(len(codes)) % 2, 0)
     program = Program(codes, values)
     data = Dataset.of(np.array([[1.0, 1.0], [0.5, 2.0]]), dtype="float64")
     got = evaluate(data, [program]).values[0, 0]
@@ -242,36 +204,29 @@ def test_working_memory_lives_as_long_as_it_is_used(evaluate):
     np.testing.assert_array_equal(got, expected)
 
 
-def test_what_compiled_code_finds_no_memory_for_is_refused(monkeypatch):
-    engine = CpuEngine(threads=2)
-    data = make_dataset(1000, "float64")
-    programs, parameters = thesis_mix(10, 3)
+def test_what_compiled_code_finds_no_memory_for_is_refused(engine, monkeypatch):
+    given = make_dataset(1000, "float64"), *thesis_mix(10, 3)
     monkeypatch.setattr(sum_tree, "BLOCK_BYTES", 2**60)
     with pytest.raises(errors.ResourceExhaustedError, match="out of memory"):
-        Evaluate(engine)(data, programs, parameters)
+        Evaluate(engine)(*given)
     monkeypatch.undo()
-    Evaluate(engine)(data, programs, parameters)
-    engine.close()
+    Evaluate(engine)(*given)
 
 
 @pytest.mark.parametrize("derivatives", [False, True])
 @pytest.mark.parametrize("empty", [[0], [7], range(8)])
-def test_programs_without_tokens_are_found(monkeypatch, empty, derivatives):
+def test_programs_without_tokens_are_found(engine, monkeypatch, empty, derivatives):
     """Among tokens that are checked later, and in a batch that has none at all."""
     monkeypatch.setattr("warpfit_server.engine.cpu.engine._CHECKED_AT_ONCE", 3)
-    engine, data = CpuEngine(threads=1), make_dataset(10)
+    data = make_dataset(10)
     engine.load(data)
     lengths, none = np.ones(8, np.uint32), np.zeros(8, np.uint32)
     lengths[list(empty)] = 0
     codes = np.full(int(lengths.sum()), VARIABLE, np.uint8)
     batch = Batch(codes, np.zeros(len(codes)), lengths, none, np.empty(0))
-    asked = Evaluation(data.content_id, batch, loss=Loss.MSE, values=False, gradient=derivatives)
-    gradients = np.empty(0) if derivatives else None
-    flag = np.zeros(1, np.uint8)
-    outputs = Outputs(None, np.empty((8, 1)), flag, lambda _: None, gradients=gradients)
+    asked = Evaluation(data.content_id, batch, loss=Loss.MSE, gradient=derivatives)
     with pytest.raises(errors.ProgramError):
-        run_to_end(engine.evaluate(asked, outputs))
-    engine.close()
+        run_to_end(engine.evaluate(asked, outputs_for(asked, data.layout)))
 
 
 # ------------------------------------------------------------------------ code that is loaded later
@@ -279,58 +234,39 @@ def test_programs_without_tokens_are_found(monkeypatch, empty, derivatives):
 
 DATA = Dataset.of(np.linspace(0.1, 3, 100)[:, None], np.ones(100), dtype="float64")
 BATCH = Batch.of([Program.apply("mul", X1, P1)], [np.array([2.0])])
-EVALUATION = Evaluation(DATA.content_id, BATCH, loss=Loss.MSE, values=False, gradient=True)
+LOSS_ALONE = Evaluation(DATA.content_id, BATCH, loss=Loss.MSE, values=False)
+EVALUATION = replace(LOSS_ALONE, gradient=True)
 
 
-def outputs():
-    """Arrays for the loss and its gradient."""
-    loss, gradient = np.empty((1, 1)), np.empty(1)
-    return Outputs(None, loss, np.zeros(1, np.uint8), lambda _: None, gradients=gradient)
+@pytest.mark.parametrize("fails", [False, True])
+def test_values_do_not_wait_for_the_code_of_derivatives(monkeypatch, fails):
+    """At a first start it is compiled when the engine serves already.
 
-
-def test_values_do_not_wait_for_the_code_of_derivatives(monkeypatch):
-    """At a first start it is compiled when the engine serves already."""
-    load, is_compiled = parts.load_derivatives, threading.Event()
+    A short lack of memory does not end all gradients and fits of the engine.
+    """
+    load, is_compiled, failures = parts.load_derivatives, threading.Event(), [MemoryError()] * fails
 
     def load_later(*arguments):
         assert is_compiled.wait(60)
+        if failures:
+            raise failures.pop()
         return load(*arguments)
 
     monkeypatch.setattr(parts, "load_derivatives", load_later)
     engine = CpuEngine(1)
     engine.load(DATA)
-    derived, plain = outputs(), replace(outputs(), gradients=None)
+    derived, plain = outputs_for(EVALUATION, DATA.layout), outputs_for(LOSS_ALONE, DATA.layout)
     steps = engine.evaluate(EVALUATION, derived)
     waits_for = next(steps)
     assert not waits_for.done()
-    run_to_end(engine.evaluate(replace(EVALUATION, gradient=False), plain))
+    run_to_end(engine.evaluate(LOSS_ALONE, plain))
     is_compiled.set()
-    waits_for.result(60)
+    if fails:
+        with pytest.raises(ResourceExhaustedError):
+            run_to_end(steps)
+        steps = engine.evaluate(EVALUATION, derived)
     run_to_end(steps)
     np.testing.assert_allclose(derived.losses, plain.losses, rtol=1e-12)
     x = DATA.variables[0]
     np.testing.assert_allclose(derived.gradients, [np.sum(2 * (2 * x - 1) * x)], rtol=1e-12)
-    engine.close()
-
-
-def test_code_of_derivatives_that_failed_to_load_is_loaded_again(monkeypatch):
-    """A short lack of memory does not end all gradients and fits of the engine."""
-    load, failures = parts.load_derivatives, [MemoryError()]
-    somebody_waits = threading.Event()
-
-    def fails_once(*arguments):
-        if failures:
-            assert somebody_waits.wait(30)
-            raise failures.pop()
-        return load(*arguments)
-
-    monkeypatch.setattr(parts, "load_derivatives", fails_once)
-    engine = CpuEngine(1)
-    engine.load(DATA)
-    waiting = engine.evaluate(EVALUATION, outputs())
-    next(waiting)
-    somebody_waits.set()
-    with pytest.raises(ResourceExhaustedError):
-        run_to_end(waiting)
-    run_to_end(engine.evaluate(EVALUATION, outputs()))
     engine.close()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -12,14 +9,12 @@ from hypothesis import strategies as st
 
 from support.engines import hard_cases
 from support.engines.accuracy import BOUNDS, Bound, excess, rounded_threshold, ulps
-from support.engines.operators import edge_values, node_results
-from support.engines.references import Evaluate
+from support.engines.operators import edge_values, node_results, operand_rows
 from support.random_programs import random_program
 from warpfit.dataset import Dataset
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS
 from warpfit.request import Precision
-from warpfit_server.engine.cpu.engine import CpuEngine
 
 DTYPES = ("float32", "float64")
 #: Of pi/2, beside which the circular functions are tried.
@@ -28,29 +23,9 @@ MULTIPLES = 200_000
 SIGNED_ZEROS = tuple(name for name in OPERATORS if name not in ("min", "max", "relu"))
 
 
-@pytest.fixture(scope="module")
-def evaluate() -> Iterator[Evaluate]:
-    engine = CpuEngine(threads=1)
-    runner = Evaluate(engine)
-    yield runner
-    runner.unload()
-    engine.close()
-
-
-def operand_matrix(arity: int, dtype: str) -> np.ndarray:
-    """Columns [arity, rows]: all combinations of edge values, then random numbers of all sizes."""
-    edges = edge_values(dtype)
-    edges = edges if arity < 3 else edges[::3]
-    rng = np.random.default_rng(arity)
-    size = (arity, 4096)
-    ordinary = rng.normal(size=size) * 10.0 ** rng.uniform(-4, 4, size=size)
-    small = rng.integers(-9, 10, size=size).astype(float)
-    exponents = 300 if dtype == "float64" else 37
-    huge = rng.normal(size=size) * 10.0 ** rng.uniform(-exponents, exponents, size=size)
-    near = 1 + rng.normal(size=size) * 1e-3
-    combined = np.array(list(itertools.product(edges, repeat=arity))).T
-    with np.errstate(over="ignore"):
-        return np.concatenate([combined, ordinary, small, huge, near], axis=1).astype(dtype)
+def operands_of(arity: int, dtype: str) -> np.ndarray:
+    """Edge values and ordinary numbers, [arity, rows]."""
+    return operand_rows(arity, np.dtype(dtype).type)[:arity]
 
 
 def dataset(columns: np.ndarray) -> Dataset:
@@ -76,7 +51,7 @@ def assert_bound(
 def test_published_bounds_hold_at_hard_operands(evaluate, name, dtype):
     op, bounds = OPERATORS[name], BOUNDS[name]
     columns = np.concatenate(
-        [operand_matrix(op.arity, dtype), hard_cases.hard_operands(op, dtype)], axis=1
+        [operands_of(op.arity, dtype), hard_cases.hard_operands(op, dtype)], axis=1
     )
     if name in hard_cases.SLOW:  # whose truth takes long
         columns = columns[:, ::60]
@@ -109,7 +84,7 @@ def test_circular_functions_next_to_multiples_of_half_pi(evaluate, name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("exponent", [2.0, 3.0, 4.0, -1.0, -2.0, 1.0, 0.0, 0.5, 2.5])
 def test_powers_with_constant_exponent(evaluate, exponent, dtype):
-    columns = operand_matrix(1, dtype)
+    columns = operands_of(1, dtype)
     program = Program.apply("pow", Program.variable(0), Program.constant(exponent))
     got = evaluate(dataset(columns), [program]).values[0, 0]
     operands = np.stack([columns[0], np.full_like(columns[0], exponent)])
@@ -120,7 +95,7 @@ def test_powers_with_constant_exponent(evaluate, exponent, dtype):
 @pytest.mark.parametrize("name", [n for n, op in OPERATORS.items() if op.arity == 2])
 def test_invariant_operands_equal_columns(evaluate, name, dtype):
     """A parameter in place of a constant column gives the very same numbers."""
-    columns = operand_matrix(2, dtype)
+    columns = operands_of(2, dtype)
     columns[1] = columns.dtype.type(-1.25)
     data = dataset(columns)
     x, y, p = Program.variable(0), Program.variable(1), Program.parameter(0)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.any_search import tables_of, targets_of
-from support.engines.requests import Pause, run_steps
+from support.engines.requests import run_steps
 from support.engines.searches import (
     SIMPLE,
     Searches,
@@ -53,19 +53,6 @@ from warpfit_server.engine.search.genome import fitted_numbers, new_grammar, new
 from warpfit_server.limits import check_search
 
 
-@pytest.fixture(scope="module")
-def engines():
-    made = [cpu.CpuEngine(threads=threads) for threads in (1, 2)]
-    yield made
-    for engine in made:
-        engine.close()
-
-
-@pytest.fixture(scope="module")
-def engine(engines):
-    return engines[0]
-
-
 @pytest.fixture
 def search(engine):
     return Searches(engine)
@@ -88,28 +75,27 @@ def spread(data: Dataset) -> float:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_seed_gives_the_same_front_with_any_threads_and_beside_other_requests(engines, dtype):
-    data = table(dtype=dtype)
-    alone = [front_of(Searches(engine)(data, seed=5)) for engine in engines]
-    assert alone[0] == alone[1]
-    assert front_of(Searches(engines[0])(data, seed=6)) != alone[0]
-    searches = Searches(engines[1])
-    searches.datasets.load(data)
-    asked = searches.request(data, seed=5)
-    begun = [searches.begin(replace(asked, seed=seed)) for seed in (5, 7, 5)]
-    found = [None] * len(begun)
-    while None in found:
-        for k, steps in enumerate(begun):
+def test_a_seed_gives_the_same_front_with_any_threads_and_beside_other_requests(search, dtype):
+    data, single = table(dtype=dtype), cpu.CpuEngine(threads=1)
+    alone = front_of(search(data, seed=5))
+    assert front_of(Searches(single)(data, seed=5)) == alone
+    single.close()
+    assert front_of(search(data, seed=6)) != alone
+    search.datasets.load(data)
+    asked, found = search.request(data, seed=5), {}
+    begun = {k: search.begin(replace(asked, seed=seed)) for k, seed in enumerate((5, 7, 5))}
+    while begun:
+        for k, steps in [*begun.items()]:
             try:
                 waits_for = next(steps)
             except StopIteration as end:
-                found[k] = found[k] or end.value
-                continue
-            if waits_for is not None:
-                waits_for.result()
-    searches.datasets.unload(data.content_id)
-    assert front_of(found[0]) == front_of(found[2]) == alone[0]
-    assert front_of(found[1]) != alone[0]
+                found[k] = front_of(end.value)
+                del begun[k]
+            else:
+                if waits_for is not None:
+                    waits_for.result()
+    search.datasets.unload(data.content_id)
+    assert found[0] == found[2] == alone != found[1]
 
 
 # -------------------------------------------------------------------------------- by brute force
@@ -124,19 +110,6 @@ def children_of(colony):
         Program(population.codes[start:end], population.values[start:end])
         for start, end in zip([0, *ends], ends, strict=False)
     ]
-
-
-def own_loss(values, y, weights, fitted):
-    """Return the loss of values with the best slope and intercept, relative to a constant's."""
-    columns = [values, np.ones(len(y))][:fitted]
-    left = y - values
-    if fitted:
-        roots = np.sqrt(weights)[:, None]
-        matrix = np.stack(columns, axis=1)
-        numbers = np.linalg.lstsq(matrix * roots, y * roots[:, 0], rcond=None)[0]
-        left = y - matrix @ numbers
-    mean = weights @ y
-    return (weights @ left**2) / (weights @ (y - mean) ** 2)
 
 
 @contextmanager
@@ -167,14 +140,24 @@ def colony_of(engine, rows, dtype="float64", fitted=2):
 
 
 def losses_of(programs, X, y, weights, fitted):
-    """Return the loss of each program, infinite if it hardly varies or has no value somewhere."""
-    losses = []
+    """Return the loss of each program with the best slope and intercept, relative to a constant's.
+
+    It is infinite if a program hardly varies or has no value somewhere.
+    """
+    losses, weights = [], weights / weights.sum()
+    roots = np.sqrt(weights)
     for program in programs:
         with np.errstate(all="ignore"):
             values = np.broadcast_to(evaluate_program(program, X.T), len(X))
         varies = np.ptp(values) > 1e-3 * np.abs(values).max() or not fitted
-        sound = np.isfinite(values).all() and varies
-        losses.append(own_loss(values, y, weights / weights.sum(), fitted) if sound else np.inf)
+        if not (np.isfinite(values).all() and varies):
+            losses.append(np.inf)
+            continue
+        left = y - values
+        if fitted:
+            matrix = np.stack([values, np.ones(len(y))][:fitted], axis=1)
+            left = y - matrix @ np.linalg.lstsq(matrix * roots[:, None], y * roots, rcond=None)[0]
+        losses.append((weights @ left**2) / (weights @ (y - weights @ y) ** 2))
     return np.array(losses)
 
 
@@ -230,20 +213,17 @@ def test_first_rows_stand_for_all_unless_they_miss_what_the_target_does(rows, ev
 
 
 def test_what_is_fitted_has_constants_and_is_not_fitted_twice(engine):
-    known = set()
+    known = []
     with colony_of(engine, 300) as (colony, *_):
         for _ in range(6):
             run_to_end(colony.advance())
             found = run_to_end(colony.champions(5))
             assert np.bincount(found.places // 25).max() <= 5
-            genomes = found.genomes
-            for codes, values, length in zip(*genomes, strict=True):
+            for codes, values, length in zip(*found.genomes, strict=True):
                 is_number = codes[:length] == CONSTANT
                 assert is_number.any()
-                structure = codes[:length].tobytes() + values[:length][~is_number].tobytes()
-                assert structure not in known
-                known.add(structure)
-    assert len(known) > 30
+                known.append((codes[:length].tobytes(), values[:length][~is_number].tobytes()))
+    assert len(known) == len({*known}) > 30
 
 
 @pytest.mark.parametrize("rows", [60, 600])
@@ -251,15 +231,14 @@ def test_what_is_fitted_has_constants_and_is_not_fitted_twice(engine):
 @pytest.mark.parametrize("fitted", [0, 1, 2])
 def test_constants_are_fitted_quickly(engine, fitted, dtype, rows):
     """The laws differ from f only in constants, and in slope and intercept where these are free."""
+    laws = {
+        "exp(-0.5*x1)": "exp(-1.3*x1)",
+        "x1/(x2 + 1)": "x1/(x2 + 2.7)",
+        "sin(x1*1.4 + 0.3)*x2 - 0.7*x3": "sin(x1*1.5 + 0.4)*x2 - 0.8*x3",
+    }
     with colony_of(engine, rows, dtype, fitted) as (colony, X, _, weights):
-        scale = (1.0, 2.5, 2.5)[fitted]
-        laws = {
-            "exp(-0.5*x1)": np.exp(-1.3 * X[:, 0]),
-            "x1/(x2 + 1)": X[:, 0] / (X[:, 1] + 2.7),
-            "sin(x1*1.4 + 0.3)*x2 - 0.7*x3": np.sin(1.5 * X[:, 0] + 0.4) * X[:, 1] - 0.8 * X[:, 2],
-        }
         for text, law in laws.items():
-            y = scale * law + 4.0 * (fitted == 2)
+            y = (2.5 if fitted else 1.0) * evaluate_program(parse(law), X.T) + 4.0 * (fitted == 2)
             colony._screening = Screening(b"", y, weights, np.dtype(dtype).itemsize, fitted)
             own = colony._state[0]
             own["mean"], own["spread"] = colony._screening.mean, colony._screening.spread
@@ -381,12 +360,9 @@ def test_columns_far_from_zero_are_screened_in_float64(search, offset, dtype):
 
 
 def test_a_constant_target_has_a_constant(search):
-    data = table()
-    constant = Dataset.of(data.variables.T, np.full(60, 2.5), dtype="float64")
+    constant = Dataset.of(table().variables.T, np.full(60, 2.5), dtype="float64")
     found = search(constant)
-    assert len(found.front.batch) == 1
-    assert found.front.losses[0] == 0.0
-    assert found.formulas == 0
+    assert (len(found.front.batch), found.front.losses[0], found.formulas) == (1, 0.0, 0)
     assert found.reason is SearchReason.IDLE
     assert search(constant, target_loss=0.0).reason is SearchReason.TARGET_LOSS
 
@@ -425,14 +401,6 @@ def test_requests_that_no_search_takes_are_refused(search, change, error, reason
     assert (caught.value.reason, caught.value.field) == (reason, next(iter(change)))
 
 
-def test_columns_of_more_variables_than_a_grammar_holds_have_units(search):
-    rng = np.random.default_rng(4)
-    X = rng.normal(size=(20, 1_500))
-    units = Units(np.tile(np.eye(7)[0], (1_500, 1)), np.eye(7)[0], dimensionless_constants=True)
-    found = search(Dataset.of(X, X[:, 7], dtype="float64"), units=units, max_generations=3)
-    assert len(found.front.batch) > 0
-
-
 def test_rows_that_are_not_numbers(search):
     """Columns that have none are not used; with no other ones the constant is the answer."""
     data = table(noise=0.0)
@@ -441,11 +409,10 @@ def test_rows_that_are_not_numbers(search):
     found = search(Dataset.of(X, data.target, dtype="float64"))
     assert found.front.losses[-1] < 0.5 * spread(data)
     X[8, :] = np.nan
-    found = search(Dataset.of(X, data.target, dtype="float64"))
-    assert len(found.front.batch) == 1
-    assert found.front.losses[0] == pytest.approx(spread(data))
-    for loss, expected in ((Loss.NMSE, 1.0), (Loss.R2, 0.0), (Loss.RMSE, spread(data) ** 0.5)):
-        found = search(Dataset.of(X, data.target, dtype="float64"), loss=loss)
+    constant = {"mse": spread(data), "nmse": 1.0, "r2": 0.0, "rmse": spread(data) ** 0.5}
+    for loss, expected in constant.items():
+        found = search(Dataset.of(X, data.target, dtype="float64"), loss=Loss(loss))
+        assert len(found.front.batch) == 1
         assert found.front.losses[0] == pytest.approx(expected), loss
 
 
@@ -523,9 +490,8 @@ def test_functions_of_a_template_are_found(search, form, law):
 
 
 def test_defined_functions_are_operators(search):
-    data = table(80)
-    a, b, _ = data.variables
-    data = Dataset.of(data.variables.T, 2 * np.exp(-((a * b) ** 2)) + 1, dtype="float64")
+    X = table(80).variables.T
+    data = Dataset.of(X, 2 * np.exp(-((X[:, 0] * X[:, 1]) ** 2)) + 1, dtype="float64")
     found = search(
         data, ("mul", "bump"), {"max_size": 4, "counts": {"bump": 1}},
         definitions={"bump": parse("exp(-x1^2)")}, population=500, max_generations=9,
@@ -607,21 +573,16 @@ def test_a_search_is_idle_when_fits_find_nothing_better(search, idle):
 
 
 def test_a_cancelled_search_returns_its_front(search):
-    data, flag = table(), np.zeros(1, np.uint8)
+    data, flag, turns = table(), np.zeros(1, np.uint8), []
     search.datasets.load(data)
+
+    def look(pause):
+        turns.append(pause)
+        flag[0] = len(turns) > 100
+
     steps = search.begin(search.request(data, max_generations=10_000), cancelled=flag)
-    found, turns = None, 0
-    while found is None:
-        try:
-            waits_for = next(steps)
-        except StopIteration as end:
-            found = end.value
-        else:
-            turns += 1
-            flag[0] = turns > 100
-            if waits_for is not None:
-                waits_for.result()
-    assert turns < 110
+    found = run_steps(steps, look)
+    assert len(turns) < 110
     assert found.reason is SearchReason.CANCELLED
     assert len(found.front.batch) >= 1
     assert [*search.datasets._whole] == [data.content_id]
@@ -631,57 +592,44 @@ def test_a_cancelled_search_returns_its_front(search):
 # ----------------------------------------------------------------------------------- sizes at edges
 
 
-def test_many_columns(search):
+@pytest.mark.parametrize("has_units", [False, True])
+def test_many_columns(search, has_units):
     """The law's columns are among those that are chosen, whose number is bounded."""
-    rng = np.random.default_rng(4)
-    X = rng.normal(size=(50, 2_000))
-    y = X[:, 1_990] * 3 + 1
-    found = search(Dataset.of(X, y, dtype="float64"))
+    X = np.random.default_rng(4).normal(size=(50, 2_000))
+    metre = np.eye(7)[0]
+    units = Units(np.tile(metre, (2_000, 1)), metre, dimensionless_constants=True)
+    data = Dataset.of(X, X[:, 1_990] * 3 + (not has_units), dtype="float64")
+    found = search(data, units=units if has_units else None)
     assert found.front.losses[-1] < 1e-9
-    (best, *_) = inner_trees(found, 2)[::-1]
+    best = inner_trees(found, 1 if has_units else 2)[-1]
     assert best.value == 1_990 or best.operands
 
 
 # ------------------------------------------------------------------------------------------- steps
 
 
-def cut_small(monkeypatch) -> None:
-    """Cut the passes over formulas, rows and columns of a search into many steps."""
-    monkeypatch.setattr(colony, "_AT_ONCE", 32)
-    monkeypatch.setattr(colony, "_ROWS_IN_CHUNK", 64)
-    monkeypatch.setattr(driver, "_ROWS_AT_ONCE", 64)
-
-
 @pytest.mark.parametrize("columns", [3, 1030])
-def test_a_search_does_not_depend_on_how_its_passes_are_cut(engine, monkeypatch, columns):
-    data, asked = table(columns=columns), {"max_generations": 4, "fit_iterations": 2}
-    looks, fronts = [], []
-    for _ in range(2):
-        search = Searches(engine)
-        request = search.request(data, **asked)
+def test_a_search_does_not_depend_on_how_its_passes_are_cut(search, monkeypatch, columns):
+    data, looks, fronts = table(columns=columns), [[], []], []
+    request = search.request(data, max_generations=4, fit_iterations=2)
+    for seen in looks:
         search.datasets.load(data)
-        pauses: list[Pause] = []
-        found = run_steps(search.begin(request), pauses.append)
+        fronts.append(front_of(run_steps(search.begin(request), seen.append)))
         search.datasets.unload(data.content_id)
-        looks.append(len(pauses))
-        fronts.append(front_of(found))
-        cut_small(monkeypatch)
+        # Passes over formulas, rows and columns take many steps.
+        monkeypatch.setattr(colony, "_AT_ONCE", 32)
+        monkeypatch.setattr(colony, "_ROWS_IN_CHUNK", 64)
+        monkeypatch.setattr(driver, "_ROWS_AT_ONCE", 64)
     assert fronts[0] == fronts[1]
-    assert looks[1] > looks[0] + 10
+    assert len(looks[1]) > len(looks[0]) + 10
 
 
 def test_pairs_are_searched_on_a_part_of_many_rows(search, monkeypatch):
     seen, made = [], driver.PairSearch
-
-    def small(**given):
-        seen.append(given)
-        return made(size=200, **given)
-
-    monkeypatch.setattr(driver, "PairSearch", small)
-    found = search(
-        table(rows=1100), screening_rows=1100, pairs=True, max_generations=4, fit_iterations=15
+    monkeypatch.setattr(
+        driver, "PairSearch", lambda **given: seen.append(given) or made(size=200, **given)
     )
+    options = {"screening_rows": 1100, "pairs": True, "max_generations": 4, "fit_iterations": 15}
+    assert search(table(rows=1100), **options).pairs > 0
     (given,) = seen
-    assert given["X"].shape == (3, 512)
-    assert given["target"].shape == (512,)
-    assert found.pairs > 0
+    assert (given["X"].shape, given["target"].shape) == ((3, 512), (512,))

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from support.emulators.host_device import install
 from support.engines.gradients import ask, derive, outputs_for
 from support.engines.operators import check_node_by_node
 from support.engines.references import Evaluate, reference_loss
+from support.engines.requests import written
 from support.random_programs import thesis_mix
 from support.servers.server import eventually
 from support.suites.derivatives import (  # noqa: F401
@@ -44,32 +44,14 @@ from warpfit.losses import SQUARES, Closing, LossFunction, huber
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine.cuda.derivatives import tier
-from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.cuda.interpreter import tier as interpreter
 from warpfit_server.engine.cuda.runtime import device
 from warpfit_server.engine.cuda.runtime.device import PageLocks
-from warpfit_server.engine.interface import Arithmetic, Outputs, run_to_end
-from warpfit_server.ipc.engine_connection import InFlightRequest
-from warpfit_server.ipc.segments import Segment, SegmentPool
+from warpfit_server.engine.interface import Arithmetic, run_to_end
+from warpfit_server.ipc.segments import Segment
 from warpfit_server.shared_batch import SharedBatch
 
 ROWS = 5_003
-
-
-@pytest.fixture(scope="module")
-def engines():
-    """Two engines on one device."""
-    with pytest.MonkeyPatch.context() as patch:
-        install(patch)
-        made = [CudaEngine(threads=2), CudaEngine(threads=2)]
-        yield made
-        for engine in made:
-            engine.close()
-
-
-@pytest.fixture(scope="module")
-def engine(engines):
-    return engines[0]
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +100,17 @@ def test_passes_of_fits_are_numpys(engine, flavour, loss):
     check_linearisation(engine, loss, loss != "poisson", flavour, 130)
 
 
-def test_invariants_of_too_many_parameter_vectors_are_refused(engine):
-    """A small message with 4,000 constants and 10,000 vectors would take more than a gigabyte."""
+@pytest.mark.parametrize("rows", [(0, 1), (0, 17_000), (300, 5_000), (1024, 2048), (2000, 2300)])
+def test_statistics_are_numpys(engine, rows):
+    check_statistics(engine, rows != (1024, 2048), "float64", rows)
+
+
+def test_what_cannot_be_evaluated_is_named(engine):
+    good, bad = Program.variable(0), Program.variable(7)
+    with pytest.raises(ProgramError) as failure:
+        Evaluate(engine)(make_dataset(100), [good, bad])
+    assert failure.value.expression == 1
+    # A small message with 4,000 constants and 10,000 vectors would take more than a gigabyte.
     sums = "".join(f" + {k}.5" for k in range(4_000))
     batch = Batch.of([parse(f"x1 * (p1{sums})")], [np.ones((10_000, 1))])
     data = make_dataset(130)
@@ -140,35 +131,25 @@ def test_a_loss_of_ones_own_is_the_references(engine, batch, gradient):
     np.testing.assert_allclose(ask(engine, data, asked).losses, wanted.losses, rtol=1e-9)
 
 
-@pytest.mark.parametrize("rows", [(0, 1), (0, 17_000), (300, 5_000), (1024, 2048), (2000, 2300)])
-def test_statistics_are_numpys(engine, rows):
-    check_statistics(engine, rows != (1024, 2048), "float64", rows)
-
-
 @pytest.mark.parametrize("gradient", [False, True])
 def test_others_have_their_turns_while_long_work_runs(engine, batch, monkeypatch, gradient):
-    data = make_dataset(ROWS, weights=True)
+    data, losses = make_dataset(ROWS, weights=True), {"values": False, "loss": Loss.MSE}
     engine.load(data)
-    asked = Evaluation(
-        data.content_id, Batch.of(*batch), values=False, loss=Loss.MSE, gradient=gradient
-    )
+    asked = Evaluation(data.content_id, Batch.of(*batch), gradient=gradient, **losses)
 
-    def losses_and_turns():
-        outputs = Outputs(
-            *(None, np.zeros((len(asked.batch), 1)), np.zeros(1, np.uint8), lambda programs: None),
-            gradients=np.zeros(len(asked.batch.parameters)) if gradient else None,
-        )
+    def outputs_and_turns():
+        outputs = outputs_for(asked, data.layout)
         turns = sum(waits_for is None for waits_for in engine.evaluate(asked, outputs))
-        return outputs.losses, outputs.gradients, turns
+        return outputs, turns
 
-    *whole, turns = losses_and_turns()
+    whole, turns = outputs_and_turns()
     assert turns == 0
     few = device.LaunchWork(1_000, 500, 1_000)
     monkeypatch.setitem(device.LAUNCH_WORK, Arithmetic.DOUBLE, few)
-    *pieces, turns = losses_and_turns()
+    pieces, turns = outputs_and_turns()
     assert turns > 5
-    for expected, found in zip(whole, pieces, strict=True):
-        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(pieces.losses, whole.losses)
+    np.testing.assert_array_equal(pieces.gradients, whole.gradients)
 
 
 def test_a_large_batch_with_derivatives_runs_in_parts(engine, batch, monkeypatch):
@@ -188,17 +169,13 @@ def test_a_large_batch_with_derivatives_runs_in_parts(engine, batch, monkeypatch
 def test_parts_of_a_request_give_its_losses(engine, batch):
     """A part's programs do not begin with the first token of the segment that they lie in."""
     data = make_dataset(130)
-    engine.load(data)
     asked = Evaluation(data.content_id, Batch.of(*batch), values=False, loss=Loss.MSE)
-    whole = InFlightRequest.of_evaluation(asked, data.layout)
-    whole.write(SegmentPool(1 << 20).acquire(whole.segment_layout.nbytes))
-    found = []
-    for part in (whole, *whole.split([0, 5, 6, len(asked.batch)])):
-        own = replace(asked, batch=part.segment_layout.batch(whole.segment))
-        outputs = outputs_for(own, data.layout)
-        run_to_end(engine.evaluate(own, outputs))
-        found.append(outputs.losses)
-    np.testing.assert_array_equal(np.concatenate(found[1:]), found[0])
+    whole = written(asked, data.layout)
+    found, *parts = (
+        ask(engine, data, replace(asked, batch=one.segment_layout.batch(whole.segment))).losses
+        for one in (whole, *whole.split([0, 5, 6, len(asked.batch)]))
+    )
+    np.testing.assert_array_equal(np.concatenate(parts), found)
 
 
 def test_gradients_of_a_batch_that_comes_again_are_lowered_twice(engine, batch, monkeypatch):
@@ -213,12 +190,11 @@ def test_gradients_of_a_batch_that_comes_again_are_lowered_twice(engine, batch, 
         return lower(one, *given, **how)
 
     monkeypatch.setattr(lowering, "lower", counted)
-    sent, pool = [], SegmentPool(1 << 20)
+    sent = []
     for programs in (batch[0][:10], batch[0][10:]):
         own = Batch.of(programs, [np.ones(program.parameters) for program in programs])
         asked = Evaluation(data.content_id, own, values=False, loss=Loss.MSE, gradient=True)
-        request = InFlightRequest.of_evaluation(asked, data.layout)
-        request.write(pool.acquire(request.segment_layout.nbytes))
+        request = written(asked, data.layout)
         sent.append(request.segment_layout.batch_part(request.segment))
     for parts in (sent[:1], sent, sent, sent, sent[1:]):
         own = replace(asked, batch=SharedBatch(parts, 1), tier=Tier.INTERPRETER)
@@ -257,10 +233,3 @@ def test_segments_are_page_locked_as_long_as_they_are_mapped(engine, monkeypatch
     assert [record.levelname for record in told if record.levelname != "DEBUG"] == (
         ["WARNING"] if fails else []
     )
-
-
-def test_an_invalid_program_is_named(engine):
-    good, bad = Program.variable(0), Program.variable(7)
-    with pytest.raises(ProgramError) as failure:
-        Evaluate(engine)(make_dataset(100), [good, bad])
-    assert failure.value.expression == 1

@@ -10,7 +10,6 @@ import time
 import numpy as np
 import pytest
 
-from support.emulators.host_device import install
 from support.engines import nist
 from support.engines.fits import prepared
 from support.suites.small_fits import TEXTS, assert_same, both, make_dataset, starts_of
@@ -19,31 +18,15 @@ from warpfit.errors import CancelledError, ProgramError
 from warpfit.request import Precision
 from warpfit_server.engine.cuda.derivatives import fits
 from warpfit_server.engine.cuda.derivatives.fits import BLOCKS, group_searches
-from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.fit.driver import optimize
 from warpfit_server.engine.fit.searches import DEADLINE, GRADIENT, LOSS_CHANGE, NOT_FINITE
 from warpfit_server.engine.interface import run_to_end
 
 
-@pytest.fixture(scope="module")
-def engine():
-    with pytest.MonkeyPatch.context() as patch:
-        install(patch)
-        engine = CudaEngine(threads=2)
-        yield engine
-        engine.close()
-
-
 @pytest.mark.parametrize("weights", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_fits_have_the_bits_of_the_hosts(engine, weights):
-    own, other, passes = both(
-        engine,
-        make_dataset(weights=weights),
-        restarts=2,
-        all_starts=True,
-        standard_errors=True,
-        curvature=True,
-    )
+    asked = {"all_starts": True, "standard_errors": True, "curvature": True}
+    own, other, passes = both(engine, make_dataset(weights=weights), restarts=2, **asked)
     assert_same(own, other)
     assert {*own.reasons.ravel().tolist()} >= {GRADIENT, LOSS_CHANGE, NOT_FINITE}
     # What wants an orthogonal factor goes on by the host's passes, and nothing else.
@@ -54,19 +37,15 @@ def test_fits_have_the_bits_of_the_hosts(engine, weights):
 def test_bounds_and_fixed_parameters_are_kept(engine):
     texts = ["p1 * exp(p2 * x1) + p3 * x2", "p1 + p2 * x1"]
     starts = [np.array([1.0, -0.1, 0.2]), np.array([0.3, 0.4])]
-    own, other, passes = both(
-        engine,
-        make_dataset(),
-        texts,
-        starts,
-        lower=[[0.0, -0.5, -1.0], [-1.0, -1.0]],
-        upper=[[1.5, 0.0, 1.0], [1.0, 0.1]],
-        fixed=[[0.0, 0.0, 0.0], [1.0, 0.0]],
-    )
+    bounds = {
+        "lower": [[0.0, -0.5, -1.0], [-1.0, -1.0]],
+        "upper": [[1.5, 0.0, 1.0], [1.0, 0.1]],
+        "fixed": [[0.0, 0.0, 0.0], [1.0, 0.0]],
+    }
+    own, other, passes = both(engine, make_dataset(), texts, starts, **bounds)
     assert_same(own, other)
     assert not passes
-    assert own.parameters[3] == 0.3
-    assert own.parameters[4] == 0.1
+    assert own.parameters[3:].tolist() == [0.3, 0.1]
 
 
 @pytest.mark.parametrize("ticks", [pytest.param(1, marks=pytest.mark.thorough), 40])
@@ -99,38 +78,35 @@ def test_what_is_not_small_goes_the_other_way(engine):
     assert passes, "rows of several blocks are summed by the host's passes"
 
 
-def test_a_deadline_leaves_each_search_evaluated(engine, monkeypatch):
+@pytest.fixture
+def begin(engine, monkeypatch):
+    """Return a function that prepares a fit of which each launch makes one step."""
     monkeypatch.setattr(fits, "_TICKS", 1)
     dataset = make_dataset()
     engine.load(dataset)
-    request, context = prepared(
-        dataset, TEXTS, starts_of(TEXTS), engine=engine, deadline=time.monotonic()
-    )
-    found = run_to_end(optimize(request, context))
-    assert np.isfinite(found.losses[found.reasons == DEADLINE]).all()
-    assert (found.evaluations >= 1).all()
-    assert (found.reasons != 0).all()
+    yield lambda **given: prepared(dataset, TEXTS, starts_of(TEXTS), engine=engine, **given)
     engine.unload(dataset.content_id)
 
 
-def test_a_cancelled_fit_ends_between_launches(engine, monkeypatch):
-    monkeypatch.setattr(fits, "_TICKS", 1)
-    dataset = make_dataset()
-    engine.load(dataset)
+def test_a_deadline_leaves_each_search_evaluated(begin):
+    found = run_to_end(optimize(*begin(deadline=time.monotonic())))
+    assert np.isfinite(found.losses[found.reasons == DEADLINE]).all()
+    assert (found.evaluations >= 1).all()
+    assert (found.reasons != 0).all()
+
+
+def test_a_cancelled_fit_ends_between_launches(begin):
     seen = []
-    request, context = prepared(
-        dataset, TEXTS, starts_of(TEXTS), engine=engine, report=lambda each: cancel(each)
-    )
 
     def cancel(progress):
         seen.append(progress)
         context.cancelled[0] = 1
 
+    request, context = begin(report=cancel)
     with pytest.raises(CancelledError):
         run_to_end(optimize(request, context))
     assert len(seen) == 1
     assert 0 < seen[0].active <= seen[0].searches == len(TEXTS)
-    engine.unload(dataset.content_id)
 
 
 def test_an_invalid_program_is_named(engine):
@@ -160,10 +136,9 @@ def test_squares_that_leave_float32_are_fitted_in_precise_mode(engine):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(nist.FORMULAS))
 def test_nist_problems_have_the_bits_of_the_hosts(engine, name):
-    problem = nist.load(name)
-    own, other, _ = both(
-        engine, problem.dataset, [problem.formula], [problem.starts[0]], max_iterations=300
-    )
+    one = nist.load(name)
+    given = [one.formula], [one.starts[0]]
+    own, other, _ = both(engine, one.dataset, *given, max_iterations=300)
     assert_same(own, other)
 
 

@@ -1,9 +1,16 @@
-"""The batched driver on problems with known answers, and parameters that programs are linear in."""
+"""The batched driver: answers, ends, batches, linear parameters, interruptions, memory."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -13,14 +20,18 @@ from support.engines.fits import fit
 from support.engines.operators import programs
 from support.engines.references import NumpyEngine
 from support.random_programs import thesis_mix
-from warpfit import Reason, parse
+from warpfit import CancelledError, Reason, parse
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
 from warpfit.expressions.language import to_text
+from warpfit.fitting import Missing
 from warpfit.ir import Batch
 from warpfit.losses import Loss, LossFunction, gaussian
-from warpfit_server.engine.fit import compiled
+from warpfit_server.engine.cpu.codegen import parts
+from warpfit_server.engine.fit import compiled, driver, triangles
+from warpfit_server.engine.fit.searches import EVALUATIONS
 from warpfit_server.engine.fit.separable import COLUMNS, mark_linear, operator_table
+from warpfit_server.system.machine import available_cores
 
 rng = np.random.default_rng(3)
 X = rng.uniform(0.5, 2.0, size=(60, 2))
@@ -56,13 +67,21 @@ def test_a_nonlinear_model_is_recovered(method):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("data", [DATA, WEIGHTED], ids=["unweighted", "weighted"])
 def test_a_linear_model_agrees_with_the_normal_equations(method, data):
-    w = np.ones(60) if data.weights is None else data.weights
-    a = design()
-    expected = np.linalg.solve(a.T @ (w[:, None] * a), a.T @ (w * NOISY))
-    found = fit(data, [LINE], [[0.0, 0.0, 0.0]], method=method, max_iterations=200, **TIGHT)
+    w, a = np.ones(60) if data.weights is None else data.weights, design()
+    inverse = np.linalg.inv(a.T @ (w[:, None] * a))
+    expected = inverse @ a.T @ (w * NOISY)
+    asked = {"standard_errors": True, "covariance": True, "max_iterations": 200, **TIGHT}
+    found = fit(data, [LINE], [[0.0, 0.0, 0.0]], method=method, **asked)
     np.testing.assert_allclose(found.parameters[0], expected, rtol=1e-5)
     left = np.sum(w * np.square(a @ expected - NOISY))
     np.testing.assert_allclose(found.loss[0], left, rtol=1e-9)
+    covariance = inverse * left / (60 - 3)
+    np.testing.assert_allclose(found.covariance[0], covariance, rtol=1e-4)
+    np.testing.assert_allclose(found.standard_errors[0], np.sqrt(np.diag(covariance)), rtol=1e-4)
+    if method == "lm":
+        far = fit(data, [LINE], [[1e3, -1e4, 1e2]], max_iterations=1)
+        np.testing.assert_allclose(far.parameters[0], expected, rtol=1e-6)
+        assert far.iterations[0] == 1
 
 
 @pytest.mark.parametrize("start", [[-3.0, -1.0, -3.0, -1.0], [-300.0, -100.0, -300.0, -100.0]])
@@ -77,19 +96,6 @@ def test_a_refused_step_after_many_good_ones_does_not_end_a_search(start):
     found = fit(data, [text], [start], max_iterations=200, **TIGHT)
     assert found.success[0]
     np.testing.assert_allclose(found.parameters[0], 1.0, rtol=1e-9)
-
-
-def test_standard_errors_and_covariance_of_a_linear_model():
-    found = fit(WEIGHTED, [LINE], [[0.0] * 3], standard_errors=True, covariance=True, **TIGHT)
-    a = design()
-    inverse = np.linalg.inv(a.T @ (WEIGHTS[:, None] * a))
-    expected = inverse * found.loss[0] / (60 - 3)
-    np.testing.assert_allclose(found.covariance[0], expected, rtol=1e-7)
-    np.testing.assert_allclose(found.standard_errors[0], np.sqrt(np.diag(expected)), rtol=1e-7)
-    other = fit(
-        WEIGHTED, [LINE], [[0.0] * 3], method="bfgs", covariance=True, max_iterations=200, **TIGHT
-    )
-    np.testing.assert_allclose(other.covariance[0], expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("loss", [*Loss, gaussian(0.5), LossFunction.parse("abs(d)^1.5")])
@@ -108,19 +114,13 @@ def test_every_loss_gets_better(loss):
 @pytest.mark.parametrize("method", METHODS)
 def test_bounds_hold_and_the_rest_is_optimal(method):
     lower, upper = [[-np.inf, -0.5, -np.inf]], [[np.inf, np.inf, 0.3]]
-    found = fit(DATA, [MODEL], [START], method=method, lower=lower, upper=upper, max_iterations=200)
-    p = found.parameters[0]
-    assert p[1] == -0.5
-    assert p[2] == 0.3
-    shape = np.exp(-0.5 * X[:, 0])
-    best = shape @ (NOISY - 0.3 * X[:, 1]) / (shape @ shape)
-    np.testing.assert_allclose(p[0], best, rtol=1e-4)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_start_outside_the_bounds_is_moved_inside(method):
-    found = fit(DATA, ["p1*x1"], [[9.0]], method=method, lower=[[-1.0]], upper=[[0.25]])
-    assert found.parameters[0] == [0.25]
+    for start in (START, [1.0, -9.0, 9.0]):  # one outside is moved inside
+        bounds = {"lower": lower, "upper": upper, "max_iterations": 200}
+        p = fit(DATA, [MODEL], [start], method=method, **bounds).parameters[0]
+        assert p[1:].tolist() == [-0.5, 0.3]
+        shape = np.exp(-0.5 * X[:, 0])
+        best = shape @ (NOISY - 0.3 * X[:, 1]) / (shape @ shape)
+        np.testing.assert_allclose(p[0], best, rtol=1e-4)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -134,34 +134,27 @@ def test_no_step_that_a_bound_cuts_off_raises_the_loss(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_fixed_parameters_stay(method):
-    found = fit(
-        EXACT, [MODEL], [START], method=method, fixed=[[False, True, False]], max_iterations=100
-    )
+    options = {"fixed": [[False, True, False]], "standard_errors": True, "max_iterations": 100}
+    found = fit(EXACT, [MODEL], [START], method=method, **options)
     assert found.parameters[0][1] == -0.1
     assert found.loss[0] < found.initial_loss[0]
-    errors = fit(EXACT, [MODEL], [START], fixed=[[False, True, False]], standard_errors=True)
-    assert errors.standard_errors[0][1] == 0.0
-    assert (errors.standard_errors[0][[0, 2]] > 0).all()
+    assert found.standard_errors[0][1] == 0.0
+    assert (found.standard_errors[0][[0, 2]] > 0).all()
 
 
 def test_the_best_start_wins_and_all_can_be_had():
     texts, starts = ["sin(p1*x1)", "x1"], [[[0.1], [4.2], [9.0]], np.empty((3, 0))]
     data = Dataset.of(X, np.sin(4.0 * X[:, 0]), dtype="float64")
-    every = fit(data, texts, starts, all_starts=True)
+    every, best = fit(data, texts, starts, all_starts=True), fit(data, texts, starts)
     assert every.loss.shape == (3, 2)
     assert [p.shape for p in every.parameters] == [(3, 1), (3, 0)]
     assert every.start[:, 0].tolist() == [0, 1, 2]
-    best = fit(data, texts, starts)
     assert best.start[0] == 1
     assert best.loss[0] == every.loss[:, 0].min()
     assert best.parameters[0] == every.parameters[0][1]
     np.testing.assert_allclose(best.parameters[0], [4.0], rtol=1e-6)
-
-
-def test_a_start_that_is_not_finite_is_never_the_best():
-    data = Dataset.of(X, np.ones(60), dtype="float64")
-    loss = LossFunction.parse("log(abs(d))")
-    found = fit(data, ["p1"], [[[1.0], [1.5]]], loss=loss, max_iterations=3)
+    infinite = LossFunction.parse("log(abs(d))")  # at the first start
+    found = fit(CONSTANT, ["p1"], [[[1.0], [1.5]]], loss=infinite, max_iterations=3)
     assert found.start[0] == 1
     assert np.isfinite(found.loss[0])
 
@@ -169,16 +162,39 @@ def test_a_start_that_is_not_finite_is_never_the_best():
 # -------------------------------------------------------------------------- reasons to end
 
 
+WEIGHTLESS = Dataset.of(X, NOISY, np.zeros(60), dtype="float64")
+CONSTANT = Dataset.of(X, np.ones(60), dtype="float64")
+#: Its squares vanish.
+TINY = Dataset.of(X, 1e-170 * Y, dtype="float64")
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    ("text", "start"), [("log(-p1)", [1.0]), ("p1/(x1 - x1)", [1.0]), ("x1^p1*log(-x1)", [1.0])]
+    ("data", "text", "options"),
+    [
+        *((EXACT, text, {}) for text in ("log(-p1)", "p1/(x1 - x1)", "x1^p1*log(-x1)")),
+        (EXACT, "p1*log(-x1)", {"missing": Missing.DROP}),
+        *(
+            (WEIGHTLESS, text, {"loss": Loss(n)})
+            for text in ("p1*x1", "x1")
+            for n in ("sse", "mse")
+        ),
+        (WEIGHTLESS, "p1*x1", {"loss": Loss.MAE}),
+        (CONSTANT, "p1", {"loss": Loss.R2}),  # whose variation is 0
+        (CONSTANT, "p1", {"loss": Loss.NMSE}),
+        (TINY, "p1*x1", {}),
+    ],
 )
-def test_a_start_without_a_finite_loss_fails_alone(method, text, start):
-    found = fit(EXACT, [text, MODEL], [start, START], method=method, max_iterations=100)
-    assert found.reason.tolist()[0] is Reason.NOT_FINITE
-    assert found.parameters[0].tolist() == start
-    assert found.iterations[0] == 0
-    assert found.loss[1] < 1e-6
+def test_what_has_no_finite_loss_fails_alone(method, data, text, options):
+    if (method, options.get("loss")) == ("lm", Loss.MAE):
+        pytest.skip("not a loss of squares")
+    starts = [[1.0] if "p1" in text else [], START]
+    found = fit(data, [text, MODEL], starts, method=method, max_iterations=100, **options)
+    assert found.reason[0] is Reason.NOT_FINITE
+    assert not found.success[0]
+    assert found.parameters[0].tolist() == starts[0] or data is TINY
+    assert found.iterations[0] == 0 or data is not EXACT or options
+    assert (found.reason[1] is Reason.NOT_FINITE) == (data is not EXACT)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -211,10 +227,11 @@ def test_more_parameters_than_rows(method, rows):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_iterations_are_limited(method):
-    found = fit(EXACT, [MODEL], [START], method=method, max_iterations=2)
+    found, none = (
+        fit(EXACT, [MODEL], [START], method=method, max_iterations=most) for most in (2, 0)
+    )
     assert found.reason[0] is Reason.ITERATIONS
     assert found.iterations[0] == 2
-    none = fit(EXACT, [MODEL], [START], method=method, max_iterations=0)
     assert none.parameters[0].tolist() == START
     assert none.loss[0] == none.initial_loss[0]
 
@@ -226,26 +243,6 @@ def test_each_tolerance_ends_a_search_with_its_reason(tolerance):
     assert found.reason[0] is Reason(tolerance)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("loss", ["mse", "sse", "mae"])
-def test_a_fit_to_rows_without_weight_does_not_converge(method, loss):
-    if (method, loss) == ("lm", "mae"):
-        pytest.skip("not a loss of squares")
-    data = Dataset.of(X, NOISY, np.zeros(60), dtype="float64")
-    found = fit(data, [MODEL, "x1"], [START, []], method=method, loss=Loss(loss))
-    assert found.reason.tolist() == [Reason.NOT_FINITE] * 2
-    assert not found.success.any()
-    assert found.parameters[0].tolist() == START
-
-
-@pytest.mark.parametrize("loss", [Loss.R2, Loss.NMSE])
-def test_a_loss_without_a_value_does_not_converge(loss):
-    """The variation of a constant target is 0."""
-    data = Dataset.of(X, np.ones(60), dtype="float64")
-    found = fit(data, ["p1"], [[3.0]], loss=loss)
-    assert found.reason[0] is Reason.NOT_FINITE
-
-
 def test_rows_of_weight_0_give_no_degrees_of_freedom():
     weights = np.where(np.arange(60) % 3 == 0, 0.0, WEIGHTS)
     some = weights > 0
@@ -254,13 +251,6 @@ def test_rows_of_weight_0_give_no_degrees_of_freedom():
     only = Dataset.of(X[some], NOISY[some], weights[some], dtype="float64")
     expected = fit(only, [LINE], [[0.0] * 3], **asked)
     np.testing.assert_allclose(found.standard_errors[0], expected.standard_errors[0], rtol=1e-9)
-
-
-def test_a_linear_model_takes_one_iteration_from_any_start():
-    found = fit(DATA, [LINE], [[1e3, -1e4, 1e2]], max_iterations=1)
-    expected, *_ = np.linalg.lstsq(design(), NOISY, rcond=None)
-    np.testing.assert_allclose(found.parameters[0], expected, rtol=1e-6)
-    assert found.iterations[0] == 1
 
 
 # --------------------------------------------------------------------------- batches
@@ -309,18 +299,14 @@ def test_random_programs_never_get_worse(method, dtype, drawn):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_step_beyond_the_range_of_the_data_type_ends_at_its_border(method):
-    """The hyperbolic tangent has a value at infinity, which is where the first step would lead."""
+def test_float32_parameters_are_what_the_engine_computed_with(method):
+    p = fit(Dataset.of(X, NOISY, dtype="float32"), [MODEL], [START], method=method).parameters[0]
+    np.testing.assert_array_equal(p, p.astype(np.float32).astype(float))
+    # The hyperbolic tangent has a value at infinity, which is where the first step would lead.
     data = Dataset.of(X, np.ones(60), dtype="float32")
     found = fit(data, ["tanh(1e-39*p1)"], [[0.0]], method=method)
     np.testing.assert_array_equal(found.parameters[0], np.finfo(np.float32).max)
     assert found.loss[0] < found.initial_loss[0]
-
-
-def test_float32_parameters_are_what_the_engine_computed_with():
-    data = Dataset.of(X, NOISY, dtype="float32")
-    p = fit(data, [MODEL], [START]).parameters[0]
-    np.testing.assert_array_equal(p, p.astype(np.float32).astype(float))
 
 
 # -------------------------------------------------------------------------------- linear parameters
@@ -357,7 +343,7 @@ def linear(*drawn):
         ("x1", []),
     ],
 )
-def test_formulas(text, expected):
+def test_linear_parameters_of_formulas(text, expected):
     assert linear(parse(text)) == [expected]
 
 
@@ -380,3 +366,223 @@ def test_a_program_is_affine_in_the_marked_parameters(program, seed):
         np.testing.assert_allclose(
             half[usable], ((a + b) / 2)[usable], rtol=1e-6, atol=1e-6 * max(1.0, size[usable].max())
         )
+
+
+# ------------------------------------------------------------------------------------ interruptions
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_deadline_that_has_passed_returns_what_there_is(method):
+    found = fit(EXACT, [MODEL, "x1"], [START, []], method=method, deadline=time.monotonic() - 1)
+    assert found.reason.tolist() == [Reason.DEADLINE, Reason.GRADIENT]
+    assert found.loss[0] <= found.initial_loss[0]
+
+
+def test_a_fit_with_a_deadline_can_be_cancelled():
+    class Cancelling(NumpyEngine):
+        def linearise(self, *arguments, cancelled, **options):
+            cancelled[0] = len(self.sizes) > 1
+            return (yield from super().linearise(*arguments, cancelled=cancelled, **options))
+
+    engine = Cancelling(EXACT)
+    with pytest.raises(CancelledError):
+        fit(EXACT, [MODEL], [START], engine=engine, deadline=time.monotonic() + 60)
+    assert len(engine.sizes) == 3
+
+
+class StuckEngine(NumpyEngine):
+    """Hangs after some passes until it is cancelled."""
+
+    def __init__(self, dataset, passes):
+        super().__init__(dataset)
+        self.left = passes
+
+    def linearise(self, evaluation, row_loss, *, cancelled, **options):
+        self.left -= 1
+        while self.left < 0:
+            if cancelled[0]:
+                self.left = 1
+                raise CancelledError("the evaluation was cancelled", "CANCELLED")
+            time.sleep(0.001)
+        return (yield from super().linearise(evaluation, row_loss, cancelled=cancelled, **options))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("passes", [1, 4])
+def test_a_pass_is_cancelled_at_the_deadline_of_its_fit(method, passes):
+    fit(EXACT, [MODEL], [START], method=method)  # loads the code
+    engine, started = StuckEngine(EXACT, passes), time.monotonic()
+    options = {"engine": engine, "deadline": started + 0.3, "covariance": True}
+    found = fit(EXACT, [MODEL, "x1"], [START, []], method=method, **options)
+    assert 0.25 < time.monotonic() - started < 30
+    assert found.reason.tolist() == [Reason.DEADLINE, Reason.GRADIENT]
+    assert found.loss[0] <= found.initial_loss[0]
+    assert np.isfinite(found.loss).all()
+    (again,) = fit(EXACT, [MODEL], found.parameters[:1], max_iterations=0).loss
+    assert again == found.loss[0], "loss and parameters belong together"
+    assert np.isfinite(found.covariance[0]).all(), "computed in spite of what was cut off"
+
+
+LARGE = "+".join(f"p{i + 1}*sin({i + 1}*x1)" for i in range(110))
+
+
+@pytest.mark.parametrize(
+    ("method", "much"), [("lm", "searches"), ("bfgs", "searches"), ("lm", "parameters")]
+)
+def test_much_work_beside_passes_is_done_by_another_thread(monkeypatch, method, much):
+    """So that the engine's thread goes on with other requests."""
+    problem, options = (EXACT, [MODEL, "x1"], [START, []]), {"method": method, "covariance": True}
+    if much == "parameters":
+        problem = EXACT, [LARGE, LARGE], [np.ones(110), np.full(110, 0.5)]
+        options["max_iterations"] = 2  # until they converge they take a minute
+    expected, threads = fit(*problem, **options), set()
+
+    def watched(function):
+        def call(*arguments):
+            threads.add(threading.get_ident())
+            return function(*arguments)
+
+        return call
+
+    if much == "searches":
+        monkeypatch.setattr(driver, "_MUCH_WORK", 1.0)
+        monkeypatch.setattr(driver, "_PIECE", 0.5)
+    for name in ("_advance", "_drop_finished"):
+        monkeypatch.setattr(driver._Driver, name, watched(getattr(driver._Driver, name)))
+    monkeypatch.setattr(driver, "estimate_covariances", watched(driver.estimate_covariances))
+    found = fit(*problem, **options)
+    assert threads
+    assert threading.get_ident() not in threads
+    for name in ("loss", "iterations", "reason"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    np.testing.assert_array_equal(found.parameters[0], expected.parameters[0])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_steps_look_at_the_flag_of_cancellation(monkeypatch, method):
+    """A flag that is set while a step is computed leaves searches as they were."""
+    advance = driver._Driver._advance
+
+    def cancelled_meanwhile(self, new, some):
+        if counters := self._active.counters[some, EVALUATIONS].max():
+            self._context.cancelled[0] = 1
+        before = self._active.vectors.copy()
+        advance(self, new, some)
+        assert bool(counters) == np.array_equal(before, self._active.vectors)
+
+    monkeypatch.setattr(driver._Driver, "_advance", cancelled_meanwhile)
+    with pytest.raises(CancelledError):
+        fit(EXACT, [MODEL] * 3, [START] * 3, method=method)
+    matrix, factorise = np.array([2.0, 1.0, 2.0]), numba.njit(triangles.factorise)
+    assert factorise(matrix.copy(), 0, 2, 2, np.zeros(1, dtype=np.uint8))
+    assert not factorise(matrix.copy(), 0, 2, 2, np.ones(1, dtype=np.uint8))
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+#: Fits or evaluates in a process of its own; prints what is counted for that, and how much more
+#: memory than before was resident at most, and soon afterwards; in MiB.
+_PROGRAM = """
+import sys, threading, time
+import numpy as np
+from support.engines.fits import prepared
+from support.engines.references import outputs_for
+from support.random_programs import thesis_mix
+from warpfit import parse
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss
+from warpfit_server.engine.cpu.engine import CpuEngine
+from warpfit_server.engine.fit.driver import optimize
+from warpfit_server.engine.interface import run_to_end
+from warpfit_server.engine.native.compile_processes import BACKGROUND
+from warpfit_server.limits import evaluation_memory, fit_memory
+from warpfit_server.system.machine import give_back_memory
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+
+method, kind = sys.argv[1:]
+rng = np.random.default_rng(1)
+x = rng.uniform(0.1, 5, (300, 10))
+data = Dataset.of(x, 2 * x[:, 0] + x[:, 1])
+if kind == "starts":
+    programs, parameters = thesis_mix(1, 300)
+    starts = [np.tile(p, (100, 1)) for p in parameters]
+elif kind == "vectors":
+    programs, starts = [parse("x1")] * 500, [np.empty((1000, 0))] * 500
+elif kind == "tokens":
+    programs = [parse("*".join(f"sin({i}.5*x1)" for i in range(200)))] * 500
+    starts = [[]] * 500
+else:
+    programs = [parse("+".join(f"p{i + 1}*sin({i + 1}*x{i % 10 + 1})" for i in range(60)))] * 20
+    starts = [rng.uniform(0.5, 2, (20, 60)) for _ in programs]
+engine = CpuEngine(2)
+engine.load(data)
+
+def compute(programs, starts):
+    if method == "evaluate":
+        asked = Evaluation(
+            data.content_id, Batch.of(programs, starts), loss=Loss.MSE, values=False,
+            correlation=kind == "vectors",
+        )
+        outputs = outputs_for(asked, data.layout)
+        run_to_end(engine.evaluate(asked, outputs))
+        return (outputs.losses.nbytes + evaluation_memory(asked, data.layout)) / 2**20
+    settings = {"method": method, "max_iterations": 3, "loss": Loss.MSE, "engine": engine}
+    request, context = prepared(data, programs, starts, **settings)
+    run_to_end(optimize(request, context))
+    return fit_memory(request, data.layout) / 2**20
+
+compute(programs[:1], [starts[0][:1]])
+BACKGROUND.shutdown()  # else code that is loaded meanwhile would count, too
+before, seen, ended = resident(), [0.0], []
+
+def watch():
+    while not ended:
+        seen.append(resident())
+        time.sleep(0.002)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+counted = compute(programs, starts)
+ended.append(True)
+watcher.join()
+if method == "evaluate":
+    give_back_memory()  # else the allocator keeps 8 MiB at the end of the heap
+most, end = max(seen) - before, time.monotonic() + 5.0
+while (left := resident() - before) > 0.1 * most and time.monotonic() < end:
+    time.sleep(0.01)  # the thread that advanced the searches gives its memory back by itself
+grown = 0.0
+if method == "evaluate":
+    for _ in range(2):
+        compute(programs, starts)
+    give_back_memory()
+    grown = resident() - before - left
+print(counted, most, left, grown)
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        ("lm", "parameters"),
+        pytest.param("evaluate", "tokens", marks=pytest.mark.thorough),
+        pytest.param("bfgs", "starts", marks=pytest.mark.thorough),
+        pytest.param("evaluate", "vectors", marks=pytest.mark.thorough),
+    ],
+)
+def test_memory_is_estimated_and_released(method, kind):
+    parts.precompile(available_cores())  # to disk, so that the process loads it
+    command = (sys.executable, "-c", _PROGRAM, method, kind)
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # one heap, which can be given back
+    tests = Path(__file__).parents[4]  # where it finds `support`
+    ended = subprocess.run(
+        command, cwd=tests, capture_output=True, text=True, check=True, timeout=120, env=environment
+    )
+    counted, most, left, grown = map(float, ended.stdout.split())
+    assert most > 20.0, "the measurement sees it"
+    assert most / 1.3 < counted < 1.4 * most
+    assert left < 0.15 * most
+    assert grown < 0.15 * most

@@ -26,6 +26,16 @@ TEXT, START = "p1*sin(p2*x1 + p3) + p4", [1.0, 1.0, 1.0, 1.0]
 DATA = Dataset.of(x[:, None], WAVE, dtype="float64")
 
 
+def drawn(data, text, start, **options):
+    """Return the starts of a fit, [starts, parameters], given ones first."""
+    request, _ = prepared(data, [text], [start], **options)
+    return with_restarts(request, scales_of(request, data)).problem.batch.program_parameters(0)
+
+
+def scales_of(request, data):
+    return Scales.of(request.problem.batch, data, slice(0, data.layout.rows))
+
+
 # ------------------------------------------------------------------------------------- scales
 
 
@@ -47,14 +57,12 @@ DATA = Dataset.of(x[:, None], WAVE, dtype="float64")
 def test_scales_make_sizes_agree(text, expected):
     data = Dataset.of(np.full((4, 1), 1e3), np.full(4, 1e6), dtype="float64")
     request, _ = prepared(data, [text], [np.ones(len(expected))])
-    scales = Scales.of(request.problem.batch, data, slice(0, 4))
-    np.testing.assert_allclose(np.log10(scales.natural), expected, atol=1e-9)
+    np.testing.assert_allclose(np.log10(scales_of(request, data).natural), expected, atol=1e-9)
 
 
 def test_places_tell_frequencies_exponents_and_shifts():
     request, _ = prepared(DATA, ["sin(p1*x1 + p2)*x1^p3 + exp(x1 - p4)"], [np.ones(4)])
-    scales = Scales.of(request.problem.batch, DATA, slice(0, 60))
-    assert scales.kinds.tolist() == [1, 2, 3, _SHIFT]
+    assert scales_of(request, DATA).kinds.tolist() == [1, 2, 3, _SHIFT]
 
 
 def test_many_variables_are_measured_in_steps_that_change_no_bit():
@@ -66,25 +74,19 @@ def test_many_variables_are_measured_in_steps_that_change_no_bit():
     assert len(list(sizes.steps())) > 3
     for number in (0, 50, 99):
         alone, _ = prepared(data, texts[number : number + 1], [[1.0]])
-        found = Scales.of(alone.problem.batch, data, slice(0, 60)).natural
-        assert found == Scales(request.problem.batch, sizes).natural[number]
+        expected = Scales(request.problem.batch, sizes).natural[number]
+        assert scales_of(alone, data).natural == expected
 
 
 def test_draws_keep_inside_bounds_and_given_starts_come_first():
-    given = [[[5.0, 7.0], [6.0, 8.0]]]
+    given, text = [[5.0, 7.0], [6.0, 8.0]], "p1*exp(p2*x1)"
     bounds = {"lower": [[0.5, -np.inf]], "upper": [[9.0, 0.25]], "fixed": [[False, False]]}
-    request, _ = prepared(DATA, ["p1*exp(p2*x1)"], given, **bounds, restarts=50, seed=3)
-    drawn = with_restarts(request, Scales.of(request.problem.batch, DATA, slice(0, 60)))
-    vectors = drawn.problem.batch.program_parameters(0)
+    vectors = drawn(DATA, text, given, **bounds, restarts=50, seed=3)
     assert vectors.shape == (52, 2)
-    assert vectors[:2].tolist() == given[0]
-    assert (vectors[2:, 0] >= 0.5).all()
-    assert (vectors[2:, 0] <= 9.0).all()
-    assert (vectors[2:, 1] <= 0.25).all()
+    assert vectors[:2].tolist() == given
+    assert ((vectors[2:, 0] >= 0.5) & (vectors[2:, 0] <= 9.0) & (vectors[2:, 1] <= 0.25)).all()
     assert len(np.unique(vectors[2:, 0])) == 50
-    fixed, _ = prepared(DATA, ["p1*exp(p2*x1)"], given, fixed=[[True, False]], restarts=9)
-    drawn = with_restarts(fixed, Scales.of(fixed.problem.batch, DATA, slice(0, 60)))
-    assert (drawn.problem.batch.program_parameters(0)[2:, 0] == 5.0).all()
+    assert (drawn(DATA, text, given, fixed=[[True, False]], restarts=9)[2:, 0] == 5.0).all()
 
 
 # ------------------------------------------------------------------------------------ restarts
@@ -92,12 +94,14 @@ def test_draws_keep_inside_bounds_and_given_starts_come_first():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_drawn_starts_find_what_the_given_one_does_not(method):
-    alone = fit(DATA, [TEXT], [START], method=method, max_iterations=200)
-    found = fit(DATA, [TEXT], [START], method=method, max_iterations=200, restarts=24)
-    assert alone.loss[0] > 1.0
-    assert found.loss[0] < 1e-9
-    assert found.initial_loss[0] > 1.0
+    options = {"method": method, "max_iterations": 200}
+    alone = fit(DATA, [TEXT], [START], **options)
+    found = fit(DATA, [TEXT], [START], **options, restarts=24)
+    assert found.loss[0] < 1e-9 < 1.0 < min(alone.loss[0], found.initial_loss[0])
     assert found.start[0] > 0
+    if method == "lm":  # searches beside an exact one end
+        every = fit(DATA, [TEXT], [START], **options, restarts=24, all_starts=True)
+        assert found.evaluations[0] == every.evaluations[found.start[0], 0]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -113,13 +117,6 @@ def test_a_seed_gives_the_same_bits_in_every_batch(method):
     again = fit(DATA, [TEXT], [START], **options, seed=6, all_starts=True)
     assert every.parameters[0][0].tobytes() == again.parameters[0][0].tobytes()
     assert (every.initial_loss[1:] != again.initial_loss[1:]).all()
-
-
-def test_searches_beside_an_exact_one_end():
-    every = fit(DATA, [TEXT], [START], restarts=24, all_starts=True)
-    best = fit(DATA, [TEXT], [START], restarts=24)
-    assert best.evaluations[0] == every.evaluations[best.start[0], 0]
-    assert best.loss[0] < 1e-20
 
 
 # ------------------------------------------------------------------------- the place of a box
@@ -139,10 +136,8 @@ def test_a_box_of_phases_may_be_any_turn(turns, phase, seed):
         options = {"lower": [low], "upper": [high], "restarts": 16, "seed": seed}
         start = [1.0, 1.0, 1.0 + shift]
         every = fit(data, ["p1*sin(p2*x1 + p3)"], [start], all_starts=True, **options)
-        request, _ = prepared(data, ["p1*sin(p2*x1 + p3)"], [start], **options)
-        drawn = with_restarts(request, Scales.of(request.problem.batch, data, slice(0, 80)))
-        vectors = drawn.problem.batch.program_parameters(0) - [0.0, 0.0, shift]
-        found.append((vectors, every.loss[:, 0]))
+        vectors = drawn(data, "p1*sin(p2*x1 + p3)", start, **options)
+        found.append((vectors - [0.0, 0.0, shift], every.loss[:, 0]))
     np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-9)
     same = np.isclose(found[0][1], found[1][1], rtol=1e-3, atol=1e-6)
     assert same.mean() >= 0.8  # at a plateau a rounding error may decide
@@ -157,9 +152,7 @@ def test_a_box_of_phases_may_be_any_turn(turns, phase, seed):
 def test_draws_cover_a_box_wherever_it_is(low, decades, seed):
     high = low + 10.0**decades
     bounds = {"lower": [[low] * 4], "upper": [[high] * 4], "restarts": 64, "seed": seed}
-    request, _ = prepared(DATA, ["sin(p1*x1 + p2)*x1^p3 + exp(x1 - p4)"], [[low] * 4], **bounds)
-    scales = Scales.of(request.problem.batch, DATA, slice(0, 60))
-    vectors = with_restarts(request, scales).problem.batch.program_parameters(0)[1:]
+    vectors = drawn(DATA, "sin(p1*x1 + p2)*x1^p3 + exp(x1 - p4)", [low] * 4, **bounds)[1:]
     assert ((vectors >= low) & (vectors <= high)).all()
     if high - low <= 2.0 * np.pi:
         counts = np.histogram(vectors[:, 1], bins=8, range=(low, high))[0]
@@ -205,26 +198,24 @@ def test_saddles_and_plateaus_are_left(method, text, start, target, loss):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_minimum_is_not_perturbed_and_idle_parameters_stay(method):
-    data = Dataset.of(x[:, None], WAVE, dtype="float64")
-    line = fit(data, ["p1*x1 + p2"], [[1.0, 0.0]], method=method)
-    assert line.success[0]
-    idle = fit(data, ["p1*x1 + p2 + 0*p3"], [[1.0, 0.0, 7.0]], method=method)
-    assert idle.success[0]
+    line = fit(DATA, ["p1*x1 + p2"], [[1.0, 0.0]], method=method)
+    idle = fit(DATA, ["p1*x1 + p2 + 0*p3"], [[1.0, 0.0, 7.0]], method=method)
+    again = fit(DATA, ["p1*x1 + p2"], [line.parameters[0]], method=method)
+    assert line.success[0] and idle.success[0] and again.success[0]
     assert idle.parameters[0][2] == 7.0
     assert idle.loss[0] == pytest.approx(line.loss[0], rel=1e-9)
     assert line.evaluations[0] < idle.evaluations[0] <= line.evaluations[0] + 6
-    again = fit(data, ["p1*x1 + p2"], [line.parameters[0]], method=method)
-    assert again.success[0]
     assert again.evaluations[0] <= 3
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_infinite_derivative_at_the_start_is_stepped_over(method):
-    data = Dataset.of(x[:, None], 1.5 * x, dtype="float64")
-    found = fit(data, ["sqrt(p1)*x1"], [[0.0]], method=method, max_iterations=100)
+    found, kept = (
+        fit(Dataset.of(x[:, None], slope * x, dtype="float64"), ["sqrt(p1)*x1"], [[0.0]],
+            method=method, max_iterations=most)
+        for slope, most in ((1.5, 100), (0.0, 2))
+    )  # fmt: skip
     np.testing.assert_allclose(found.parameters[0], [2.25], rtol=1e-4)
-    best = Dataset.of(x[:, None], np.zeros(60), dtype="float64")
-    kept = fit(best, ["sqrt(p1)*x1"], [[0.0]], method=method, max_iterations=2)
     assert kept.loss[0] == 0.0
     assert kept.parameters[0].tolist() == [0.0]
     assert kept.reason[0] is Reason.NOT_FINITE
@@ -248,12 +239,3 @@ def test_rows_without_a_value_count_as_the_mean(method):
     absolute = LossFunction.parse("abs(d)", "sum")
     other = fit(data, [text], [start], loss=absolute, missing=Missing.DROP, max_iterations=100)
     assert other.loss[0] == pytest.approx(np.abs(y[x < 1.0] - y.mean()).sum(), rel=1e-6)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_program_without_any_finite_row_is_not_fitted(method):
-    found = fit(DATA, ["p2*log(-x1)", "p1*x1"], [[1.0, 1.0], [1.0]], method=method,
-                missing=Missing.DROP)  # fmt: skip
-    assert found.reason.tolist()[0] is Reason.NOT_FINITE
-    assert found.parameters[0].tolist() == [1.0, 1.0]
-    assert found.success[1]

@@ -18,7 +18,7 @@ from numba.extending import register_jitable
 
 from support.servers.server import eventually
 from warpfit_server.engine.cpu.codegen import parts
-from warpfit_server.engine.native import code_libraries, compile_processes
+from warpfit_server.engine.native import compile_processes, numba_cache
 from warpfit_server.engine.native.intrinsics import inlined, uncounted
 from warpfit_server.engine.native.numba_cache import load, njit
 
@@ -113,9 +113,6 @@ def test_a_function_is_compiled_once_and_its_files_are_private(place):
     kept = [path for path in place.rglob("*") if path.is_file()]
     assert {path.suffix for path in kept} == {".nbi", ".nbc"}
     assert all(path.stat().st_mode & 0o077 == 0 for path in (place, *kept))
-
-
-def test_a_function_that_returns_another_type_is_not_loaded(place):
     with pytest.raises(AssertionError, match="returns int64"):
         load(njit()(add_one), types.float64(types.int64))
 
@@ -162,11 +159,6 @@ def test_processes_without_an_environment_keep_code_with_the_rest(tmp_path):
 # -------------------------------------------------------------------- callees of compiled functions
 
 
-def makers():
-    """Decorators of functions that compiled code calls."""
-    return [inlined, uncounted, register_jitable, numba.njit]
-
-
 def chain(decorate, root):
     """Return a function that calls others, some of them in two ways and with two types."""
 
@@ -197,21 +189,28 @@ def chain(decorate, root):
     return combine, norm
 
 
-def signature():
-    return types.float64(types.float64[::1], types.int64)
+def loaded(decorate):
+    """Return a function and one of its callees, loaded as the engine loads its functions."""
+    combine, norm = chain(decorate, njit(error_model="numpy"))
+    load(combine, SIGNATURE)
+    return combine, norm
+
+
+SIGNATURE = types.float64(types.float64[::1], types.int64)
+#: Decorators of functions that compiled code calls.
+MAKERS = [inlined, uncounted, register_jitable, numba.njit]
 
 
 @pytest.mark.parametrize(
     ("decorate", "known"),
-    [*((each, code_libraries.KNOWN_VERSIONS) for each in makers()), (numba.njit, ())],
+    [*((each, numba_cache.KNOWN_VERSIONS) for each in MAKERS), (numba.njit, ())],
 )
 def test_callees_are_compiled_with_the_function_that_calls_them(decorate, known, monkeypatch):
     """With a version of Numba that is not known they are compiled as usual."""
-    monkeypatch.setattr(code_libraries, "KNOWN_VERSIONS", known)
+    monkeypatch.setattr(numba_cache, "KNOWN_VERSIONS", known)
     vector = np.array([1.5, -2.0])
     for _ in range(2):  # compiled, and from the disk
-        combine, _ = chain(decorate, njit(error_model="numpy"))
-        load(combine, signature())
+        combine, _ = loaded(decorate)
         assert combine(vector, 2) == 6.25 + 8 + 2.25
         with pytest.raises(ValueError, match="no such power"):
             combine(vector, 0)
@@ -219,16 +218,14 @@ def test_callees_are_compiled_with_the_function_that_calls_them(decorate, known,
 
 @pytest.mark.parametrize("decorate", [inlined, numba.njit])
 def test_other_functions_may_call_a_callee_too(decorate):
-    combine, norm = chain(decorate, njit(error_model="numpy"))
-    load(combine, signature())
+    _, norm = loaded(decorate)
 
     @numba.njit
     def plain(vector):
         return norm(vector) + 1.0
 
     assert plain(np.array([3.0, 1.0])) == 11.0
-    other, _ = chain(decorate, njit(error_model="numpy"))
-    load(other, signature())
+    other, _ = loaded(decorate)
     assert other(np.array([3.0]), 1) == 9.0 + 1.0 + 3.0
 
 
@@ -239,8 +236,8 @@ def test_one_function_that_python_calls_may_call_another():
     def twice(vector, exponent):
         return 2.0 * combine(vector, exponent)
 
-    load(twice, signature())
-    load(combine, signature())
+    load(twice, SIGNATURE)
+    load(combine, SIGNATURE)
     vector = np.array([1.5, -2.0])
     assert twice(vector, 2) == 2.0 * combine(vector, 2) == 33.0
     with pytest.raises(ValueError, match="no such power"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+import pickle
 import re
 import subprocess
 import sys
@@ -11,29 +12,29 @@ import pytest
 
 pytest.importorskip("numba")
 
-from warpfit_server.engine.native import instructions
+from warpfit_server.engine.native import numba_cache
 from warpfit_server.system.compile_cache import engine_environment, source_fingerprint
 
 LOADS = """
 from warpfit_server.engine.cpu.codegen import parts
-from warpfit_server.engine.native import code_libraries
+from warpfit_server.engine.native import numba_cache
 
 def fail(*_):
     raise AssertionError("Numba compiles")
 
-code_libraries.WholeCompiler.compile_extra = fail
+numba_cache.WholeCompiler.compile_extra = fail
 for part in ("parallel", "check", "rules", "lower"):
     parts.PARTS[part].load()
 """
 
 
 def test_they_were_written_from_these_sources():
-    written, _, _ = lzma.decompress(instructions.FILE.read_bytes()).partition(b" ")
+    written, _, _ = lzma.decompress(numba_cache.INSTRUCTIONS.read_bytes()).partition(b" ")
     wanted = "python -m warpfit_server.write_instructions writes them again"
     assert written.decode() == source_fingerprint(), wanted
 
 
-@pytest.mark.skipif("x86_64" not in instructions.stamp(), reason="they are for x86-64")
+@pytest.mark.skipif("x86_64" not in numba_cache.stamp(), reason="they are for x86-64")
 def test_numba_compiles_nothing_where_they_are(tmp_path):
     tmp_path.chmod(0o700)
     command = [sys.executable, "-c", LOADS]
@@ -41,15 +42,14 @@ def test_numba_compiles_nothing_where_they_are(tmp_path):
     assert list(tmp_path.rglob("*.nbc")), "what LLVM has made of them is kept"
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no xz", "other", "cut"])
-def test_functions_are_compiled_where_there_are_none(content, monkeypatch, tmp_path):
-    kept = instructions.FILE.read_bytes()
-    changed = lzma.compress(b"other" + lzma.decompress(kept))
-    path = tmp_path / "instructions.xz"
-    if content is not None:
-        path.write_bytes({"other": changed, "cut": kept[:-1000]}.get(content, content))
-    monkeypatch.setattr(instructions, "FILE", path)
-    assert instructions._read.__wrapped__() == {}
+def test_functions_are_compiled_where_there_are_none(monkeypatch, tmp_path):
+    path, kept = tmp_path / "instructions.xz", numba_cache.INSTRUCTIONS.read_bytes()
+    monkeypatch.setattr(numba_cache, "INSTRUCTIONS", path)
+    assert numba_cache._read_instructions.__wrapped__() == {}
+    others = lzma.compress(b"other sources\n" + pickle.dumps({"name": b"code"}))
+    for content in (b"", b"no xz", kept[:-1000], others):
+        path.write_bytes(content)
+        assert numba_cache._read_instructions.__wrapped__() == {}
 
 
 @pytest.mark.thorough
@@ -61,6 +61,6 @@ def test_the_same_are_written_again(tmp_path):
     again, kept = [
         # Numba names functions of array expressions by an address.
         re.sub(rb"array_expr_0x[0-9a-f]+", b"", lzma.decompress(file.read_bytes()))
-        for file in (path, instructions.FILE)
+        for file in (path, numba_cache.INSTRUCTIONS)
     ]
     assert again == kept

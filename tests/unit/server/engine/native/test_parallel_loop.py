@@ -13,7 +13,7 @@ import pytest
 
 from support.servers.server import eventually
 from warpfit_server.engine.native import parallel_loop
-from warpfit_server.engine.native.arguments import CANCELLED, FAILED, FINISHED
+from warpfit_server.engine.native.intrinsics import CANCELLED, FAILED, FINISHED
 from warpfit_server.engine.native.parallel_loop import NEVER, ParallelLoop
 
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
@@ -35,10 +35,15 @@ def run(loop, run_chunk, first, stop, helpers=100, ends=(NEVER, NEVER)):
     return loop.begin(address, block, first, stop, helpers, ends).result()
 
 
+def counting(seen):
+    """Return chunks that count how often each of them runs."""
+    return lambda chunk: (seen.update([chunk]), FINISHED)[1]
+
+
 @pytest.mark.parametrize(("first", "stop"), [(0, 1), (0, 2), (0, 3), (7, 19), (0, 50), (0, 200)])
 def test_every_chunk_of_a_range_runs_once(loop, first, stop):
     seen = Counter()
-    assert run(loop, lambda chunk: (seen.update([chunk]), FINISHED)[1], first, stop) == stop
+    assert run(loop, counting(seen), first, stop) == stop
     assert seen == Counter(range(first, stop))
 
 
@@ -63,7 +68,7 @@ def test_a_task_whose_time_is_over_ends_if_others_wait(loop, waits_from, is_over
     assert is_over or stop == 50
     loop.others_wait(False)
     seen.clear()
-    assert run(loop, lambda number: (seen.update([number]), FINISHED)[1], 0, 50, ends=ends) == 50
+    assert run(loop, counting(seen), 0, 50, ends=ends) == 50
     assert seen == Counter(range(50))
 
 
@@ -88,7 +93,7 @@ def test_callers_at_the_same_time_have_their_own_chunks(loop):
     def caller(number):
         for _ in range(30):
             seen = Counter()
-            run(loop, lambda chunk, seen=seen: (seen.update([chunk]), FINISHED)[1], 0, 20)
+            run(loop, counting(seen), 0, 20)
             assert seen == Counter(range(20))
         return number
 
@@ -129,10 +134,7 @@ def test_helpers_run_chunks_while_the_caller_does_other_things(ended, chunks):
     task = loop.begin(address, np.zeros(2, dtype=np.int64), 0, 6, helpers=100)
     assert not task.done()
     go.set()
-    deadline = time.monotonic() + 20
-    while not task.done():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    eventually(task.done)
     assert seen == Counter(range(len(seen)))
     assert len(seen) in chunks  # each of two helpers may have taken one
     task.result()

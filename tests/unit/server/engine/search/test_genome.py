@@ -27,8 +27,8 @@ from support.engines.plain_search import (
 )
 from warpfit.errors import InvalidArgumentError
 from warpfit.ir import Population
-from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
-from warpfit.parse import parse
+from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
+from warpfit.parse import Parser, Placeholder, parse
 from warpfit.searching import (
     FIRST_CALL,
     FIRST_DEFINITION,
@@ -57,14 +57,33 @@ EXACT = ("add", "sub", "mul", "div", "neg", "inv", "log", "exp", "abs", "min", "
 X, Y, Z = (Tree(VARIABLE, float(column)) for column in COLUMNS)
 
 
-@pytest.fixture(scope="module", params=["cpu", "cuda"])
-def genes(request):
-    return Genes(cuda=request.param == "cuda")
+class OwnGenes(Genes):
+    asked = None
+
+    def tables(self, request):
+        """Return the grammar and the units of a request, which many formulas have in turn."""
+        if self.asked is not request:
+            self.asked, self.made = request, (grammar_of(request), new_units(request, 6))
+        return self.made
+
+    def keeps(self, request, tree):
+        """Return whether a formula keeps to the rules and units of a request."""
+        return self.is_allowed(*self.tables(request), [tree])
+
+    def simplified(self, request, tree):
+        """Return a formula as it is simplified, or None."""
+        found = self.simplify(self.tables(request)[0], [tree])
+        return found[0] if found else None
 
 
 @pytest.fixture(scope="module")
 def both():
-    return Genes(cuda=False), Genes(cuda=True)
+    return OwnGenes(cuda=False), OwnGenes(cuda=True)
+
+
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def genes(request, both):
+    return both[request.param == "cuda"]
 
 
 def asked(operators=EXACT, form=Form.PLAIN, units=None, **rules) -> SearchRequest:
@@ -128,19 +147,17 @@ NUMBERS = {
 
 
 def test_constants_are_folded_as_numpy_computes_them(genes):
-    grammar = grammar_of(asked(OPERATORS))
+    request = asked(OPERATORS)
     for name, numbers in (
         (name, numbers)
         for name, operator in OPERATORS.items()
         for numbers in product(NUMBERS[operator.arity], repeat=operator.arity)
     ):
         tree = of(name, *map(constant, numbers))
-        expected, found = simplified(tree, set(OPERATORS)), genes.simplify(grammar, [tree])
-        assert close(found[0] if found else None, expected), (name, numbers, found, expected)
         # The same inside a formula, which has no value if a constant has none.
-        inner = of("mul", X, tree) if name != "mul" else of("sub", X, tree)
-        expected, found = simplified(inner, set(OPERATORS)), genes.simplify(grammar, [inner])
-        assert close(found[0] if found else None, expected), (name, numbers, found, expected)
+        for one in (tree, of("mul", X, tree) if name != "mul" else of("sub", X, tree)):
+            expected, found = simplified(one, set(OPERATORS)), genes.simplified(request, one)
+            assert close(found, expected), (name, numbers, found, expected)
 
 
 @given(
@@ -152,17 +169,14 @@ def test_formulas_are_simplified_as_in_plain_python(both, tree, form, without):
     names = {node.name for node in tokens(tree)} - {""}
     operators = [name for name in EXACT if name in names or name not in without]
     request = asked(operators, form)
-    grammar = grammar_of(request)
     expected = simplified(tree, set(operators))
     if expected is not None and form is Form.SCALED:
         expected = without_scale(expected, 2)
-    results = [own.simplify(grammar, [tree]) for own in both]
-    for found in results:
-        assert close(found[0] if found else None, expected)
+    results = [own.simplified(request, tree) for own in both]
+    assert all(close(found, expected) for found in results)
     if expected is not None:
-        again = both[0].simplify(grammar, results[0])
-        assert again is not None
-        assert len(list(tokens(again[0]))) <= len(list(tokens(expected)))
+        again = both[0].simplified(request, results[0])
+        assert len(list(tokens(again))) <= len(list(tokens(expected)))
 
 
 @given(parts=st.lists(trees(EXACT, COLUMNS, most=5), min_size=2, max_size=4))
@@ -199,8 +213,7 @@ def test_functions_of_a_template_are_simplified_each_by_itself(both, parts):
     ids=lambda value: str(value)[:20],
 )
 def test_simplification(genes, tree, expected):
-    found = genes.simplify(grammar_of(asked()), [tree])
-    assert (found[0] if found else None) == expected
+    assert genes.simplified(asked(), tree) == expected
 
 
 @pytest.mark.parametrize(
@@ -218,12 +231,8 @@ def test_slope_and_intercept_are_taken_off(genes, tree, both_fitted, slope_fitte
     metre = np.eye(7)[0]
     numbers = Units(np.tile(metre, (6, 1)), metre, dimensionless_constants=True)
     for units, expected in ((None, both_fitted), (numbers, slope_fitted)):
-        found = genes.simplify(grammar_of(asked(form=Form.SCALED, units=units)), [tree])
-        if expected is not None:
-            assert found == [expected]
-        else:
-            assert found is not None
-            assert found[0] == without_scale(simplified(tree, set(EXACT)), 1)
+        found = genes.simplified(asked(form=Form.SCALED, units=units), tree)
+        assert found == (expected or without_scale(simplified(tree, set(EXACT)), 1))
 
 
 # ------------------------------------------------------------------------------------------- rules
@@ -254,9 +263,7 @@ def test_rules_are_those_of_plain_python(both, tree, rules):
     weights = dict.fromkeys(RULED, 1.0)
     request = SearchRequest(b"", operators=weights, rules=rules, max_generations=1)
     rules.check()
-    grammar = grammar_of(request)
-    for own in both:
-        assert own.is_allowed(grammar, new_units(request, 6), [tree]) == keeps_rules(tree, request)
+    assert [own.keeps(request, tree) for own in both] == [keeps_rules(tree, request)] * 2
 
 
 @pytest.mark.parametrize(
@@ -278,10 +285,9 @@ def test_rules_are_those_of_plain_python(both, tree, rules):
     ids=str,
 )  # fmt: skip
 def test_each_rule_forbids_something(genes, rules, good, bad):
-    request = asked((*EXACT, "where"), **rules)
-    grammar, units = grammar_of(request), new_units(request, 6)
-    assert genes.is_allowed(grammar, units, [good])
-    assert not genes.is_allowed(grammar, units, [bad])
+    request = asked(**rules)
+    assert genes.keeps(request, good)
+    assert not genes.keeps(request, bad)
 
 
 # ------------------------------------------------------------------------------------------- units
@@ -305,9 +311,7 @@ def some_units(draw):
 )
 def test_units_are_those_of_formulas(both, tree, units, form):
     request = asked(tuple(OPERATORS), form, units, max_size=200)
-    grammar, own_units = grammar_of(request), new_units(request, 6)
-    for own in both:
-        assert own.is_allowed(grammar, own_units, [tree]) == keeps_units(tree, request)
+    assert [own.keeps(request, tree) for own in both] == [keeps_units(tree, request)] * 2
 
 
 def test_units_of_each_operator(genes):
@@ -317,52 +321,40 @@ def test_units_of_each_operator(genes):
     choices = [X, Z, of("div", X, Y), constant(2.0)]
     for units in (Units(exponents), Units(exponents, exponents[0], dimensionless_constants=True)):
         request = asked(tuple(OPERATORS), units=units, max_size=200)
-        grammar, own_units = grammar_of(request), new_units(request, 6)
         for name, operator in OPERATORS.items():
             for operands in product(choices, repeat=operator.arity):
                 tree = of(name, *operands)
-                found = genes.is_allowed(grammar, own_units, [tree])
-                assert found == keeps_units(tree, request), tree
+                assert genes.keeps(request, tree) == keeps_units(tree, request), tree
 
 
-@pytest.mark.parametrize(
-    ("inner", "is_same"),
-    [("sqrt", True), ("cbrt", True), ("square", False), ("cube", False), ("inv", False)],
-)
-def test_units_of_long_chains_are_exact(genes, inner, is_same):
+@pytest.mark.parametrize("inner", ["sqrt", "cbrt", "square", "cube", "inv"])
+def test_units_of_long_chains_are_exact(genes, inner):
     """12 roots or powers, and their opposites, give a metre again."""
-    opposite = {"sqrt": "square", "cbrt": "cube", "square": "sqrt", "cube": "cbrt", "inv": "inv"}
-    units = Units(np.eye(7)[[0] * 6])
-    request = asked(tuple(OPERATORS), units=units, max_size=200)
-    grammar, own_units = grammar_of(request), new_units(request, 6)
+    opposite = {"sqrt": "square", "cbrt": "cube", "square": "sqrt", "cube": "cbrt"}
+    request = asked(tuple(OPERATORS), units=Units(np.eye(7)[[0] * 6]), max_size=200)
     chain = X
-    for name in [inner] * 12 + [opposite[inner]] * 12:
+    for name in [inner] * 12 + [opposite.get(inner, inner)] * 12:
         chain = of(name, chain)
-    assert genes.is_allowed(grammar, own_units, [of("add", chain, Y)])
-    assert is_same or not genes.is_allowed(grammar, own_units, [of("add", of("sqrt", chain), Y)])
+    assert genes.keeps(request, of("add", chain, Y))
+    assert inner in ("sqrt", "cbrt") or not genes.keeps(request, of("add", of("sqrt", chain), Y))
 
 
 def test_units_that_nearly_agree_differ(genes):
     """The units whose exponents, times roots of primes, have the sums that are closest to 0."""
-    roots = np.sqrt([2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0])
+    roots = np.sqrt([2.0, 3.0, 5.0, 7.0, 11.0])
     grid = np.stack(np.meshgrid(*[np.arange(-4, 5)] * 5), axis=-1).reshape(-1, 5)
-    sums = np.abs(grid @ roots[:5])
+    sums = np.abs(grid @ roots)
     sums[np.abs(grid).sum(axis=1) == 0] = np.inf
-    nearest = grid[np.argsort(sums)[:20]]
     assert sums.min() < 2e-3
-    for exponents in nearest:
+    for exponents in grid[np.argsort(sums)[:20]]:
         units = Units(np.vstack([np.zeros((5, 7)), [*exponents, 0, 0]]))
-        request = asked(units=units)
-        tree = of("add", X, Z)
-        assert not genes.is_allowed(grammar_of(request), new_units(request, 6), [tree])
+        assert not genes.keeps(asked(units=units), of("add", X, Z))
 
 
 def test_constants_that_are_numbers_are_so_without_a_unit_of_the_target(genes):
-    units = Units(np.eye(7)[[0] * 6], None, dimensionless_constants=True)
-    request = asked(units=units)
-    grammar, own_units = grammar_of(request), new_units(request, 6)
-    assert not genes.is_allowed(grammar, own_units, [of("add", X, constant(2.0))])
-    assert genes.is_allowed(grammar, own_units, [of("mul", X, constant(2.0))])
+    request = asked(units=Units(np.eye(7)[[0] * 6], None, dimensionless_constants=True))
+    assert not genes.keeps(request, of("add", X, constant(2.0)))
+    assert genes.keeps(request, of("mul", X, constant(2.0)))
 
 
 # ------------------------------------------------------------------------------------- structures
@@ -430,70 +422,29 @@ def assert_formulas(codes, values, grammar, operators, functions=1, columns=COLU
     return made
 
 
-_OPERATORS = st.sampled_from(
-    [EXACT, ("add",), ("exp",), ("where",), ("where", "exp"), ("sub", "div"), tuple(OPERATORS)]
-)
-
-
-@given(
-    operators=_OPERATORS,
-    most=st.sampled_from([1, 2, 7, 8, 20, 40]),
-    functions=st.integers(1, 3),
-    seed=st.integers(0, 2**64 - 1),
-)
-def test_variation_writes_formulas(both, operators, most, functions, seed):
-    """Those of CUDA C++ have the same tokens, and constants that differ by rounding."""
-    assume(functions <= most)
-    grammar = grammar_of(asked(operators, max_size=most), functions)
-    results = []
-    for own in both:
-        codes, values, lengths = rows_of(grammar, 3)
-        random = own.random(seed)
-        width = int(grammar[WIDTH])
-        for parent in range(2):
-            lengths[parent] = own.call(
-                "draw_formula", grammar, random, codes.reshape(-1), values.reshape(-1),
-                width * parent,
-            )  # fmt: skip
-            row = codes[parent, : lengths[parent]], values[parent, : lengths[parent]]
-            assert_formulas(*row, grammar, operators, functions)
-            assert lengths[parent] <= max(most, functions)
-        before = codes[:2].copy(), values[:2].copy()
-        for _ in range(30):
-            codes[2], values[2] = 0, 0
-            length = own.call(
-                "vary", grammar, random, codes.reshape(-1), values.reshape(-1), 0,
-                int(lengths[0]), width, int(lengths[1]), codes.reshape(-1), values.reshape(-1),
-                2 * width,
-            )  # fmt: skip
-            np.testing.assert_array_equal(codes[:2], before[0])
-            np.testing.assert_array_equal(values[:2], before[1])
-            row = codes[2, :length], values[2, :length]
-            if length:
-                assert_formulas(*row, grammar, operators, functions)
-            results.append((length, *(array.copy() for array in row), random.copy()))
-    half = len(results) // 2
-    for one, other in zip(results[:half], results[half:], strict=True):
-        assert one[0] == other[0]
-        np.testing.assert_array_equal(one[1], other[1])
-        np.testing.assert_allclose(one[2], other[2], rtol=1e-4, atol=1e-5)
-        np.testing.assert_array_equal(one[3], other[3])
-
-
 @given(rules=some_rules(), units=st.none() | some_units(), form=st.sampled_from(Form),
+       functions=st.sampled_from([1, 1, 2, 3]), ternary=st.booleans(),
        seed=st.integers(0, 2**64 - 1), tries=st.sampled_from([1, 3]))  # fmt: skip
-def test_children_are_simplified_and_allowed(both, rules, units, form, seed, tries):
-    """A population of one island and a small one beside it, bred for some generations."""
-    weights = dict.fromkeys((*RULED, "mul"), 1.0)
+def test_children_are_simplified_and_allowed(
+    both, rules, units, form, functions, ternary, seed, tries
+):
+    """A population of one island and a small one beside it, bred for some generations.
+
+    What is bred as CUDA C++ has the same tokens, and constants that differ by rounding.
+    """
+    assume(functions == 1 or functions <= rules.max_size)
+    operators = ("where", "fma") if ternary else (*RULED, "mul")
+    form, units = (form, units) if functions == 1 else (Form.PLAIN, None)
     request = SearchRequest(
-        b"", operators=weights, form=form, units=units, rules=rules, max_generations=1
-    )
-    grammar, own_units = grammar_of(request), new_units(request, 6)
+        b"", operators=dict.fromkeys(operators, 1.0), form=form, units=units, rules=rules,
+        max_generations=1,
+    )  # fmt: skip
+    grammar, own_units = grammar_of(request, functions), new_units(request, 6)
     formulas, width = 12, int(grammar[WIDTH])
     results = []
     for own in both:
-        codes, values, lengths = rows_of(grammar, formulas)
-        child_codes, child_values, child_lengths = rows_of(grammar, formulas)
+        parents, children = rows_of(grammar, formulas), rows_of(grammar, formulas)
+        codes, values, lengths = parents
         tried, work = np.zeros(1 << 10, np.uint64), np.zeros(width, np.int32)
         words, hashes, made = np.zeros(width, np.uint64), np.zeros(formulas, np.uint64), []
         for formula in range(formulas):
@@ -503,22 +454,25 @@ def test_children_are_simplified_and_allowed(both, rules, units, form, seed, tri
             )  # fmt: skip
         scores = np.arange(formulas, dtype=np.float32)
         for generation in range(1, 4):
+            before = [array.copy() for array in parents]
             for formula in range(formulas):
-                child_lengths[formula] = own.call(
+                children[2][formula] = own.call(
                     "breed", grammar, own_units, own.random(seed, generation, formula),
-                    codes.reshape(-1), values.reshape(-1), lengths, scores, formulas, 4, formula,
-                    child_codes.reshape(-1), child_values.reshape(-1), hashes, tried,
+                    parents[0].reshape(-1), parents[1].reshape(-1), parents[2], scores, formulas,
+                    4, formula, children[0].reshape(-1), children[1].reshape(-1), hashes, tried,
                     np.uint64(len(tried) - 1), tries, work, words,
                 )  # fmt: skip
+            for array, expected in zip(parents, before, strict=True):
+                np.testing.assert_array_equal(array, expected)
             marks = []
-            for row, length in enumerate(child_lengths.tolist()):
+            for row, length in enumerate(children[2].tolist()):
                 if not length:
                     continue
-                tokens_of = child_codes[row, :length], child_values[row, :length]
-                (tree,) = assert_formulas(*tokens_of, grammar, weights)
-                assert keeps_rules(tree, request)
-                assert keeps_units(tree, request)
-                word = own.structure_hash(grammar, [tree])
+                tokens_of = children[0][row, :length], children[1][row, :length]
+                found = assert_formulas(*tokens_of, grammar, operators, functions)
+                assert all(keeps_rules(tree, request) for tree in found)
+                assert all(keeps_units(tree, request) for tree in found)
+                word = own.structure_hash(grammar, found)
                 assert hashes[row] == word
                 if tries == 1 or CONSTANT not in tokens_of[0]:
                     assert tried[word & len(tried) - 1] & np.uint64((1 << 44) - 1) != word >> 20
@@ -527,13 +481,18 @@ def test_children_are_simplified_and_allowed(both, rules, units, form, seed, tri
                 place = word & len(tried) - 1
                 mark = own.call("tried_mark", np.uint64(word), np.uint64(generation))
                 tried[place] = max(int(tried[place]), mark)
-            codes, values, lengths = child_codes.copy(), child_values.copy(), child_lengths.copy()
-            used = np.arange(width) < lengths[:, None]
-            made.append((lengths, np.where(used, codes, 0)))
+            parents = [array.copy() for array in children]
+            used = np.arange(width) < parents[2][:, None]
+            made.append((parents[2], *(np.where(used, array, 0) for array in parents[:2])))
         results.append(made)
-    for one, other in zip(*results, strict=True):
-        np.testing.assert_array_equal(one[0], other[0])
-        np.testing.assert_array_equal(one[1], other[1])
+    for (lengths, codes, values), (others, other_codes, numbers) in zip(*results, strict=True):
+        differ = (lengths != others) | (codes != other_codes).any(axis=1)
+        close = np.isclose(values, numbers, rtol=1e-4, atol=1e-5)[~differ]
+        # Rounding errors decide now and then whether a constant is 1, and taken off, or 1e-16.
+        assert np.count_nonzero(differ) <= 1
+        assert np.count_nonzero(~close) <= 1
+        if differ.any() or not close.all():
+            break
 
 
 def test_later_marks_of_structures_stay(genes):
@@ -550,81 +509,55 @@ def test_later_marks_of_structures_stay(genes):
 # --------------------------------------------------------------------- formulas that call functions
 
 
-NAMES = ("add", "mul", "sin")
 #: A function of one's own of two operands, which it uses three times.
 OWN = parse("x2 + x1*x1")
 ARITIES = (2, 1)
 
 
-def calls(most: int = 6) -> st.SearchStrategy[Tree]:
-    """Draw templates, which call two functions, a parameter and a defined function anywhere."""
-    leaves = st.sampled_from([0.0, 1.0, 2.0]).map(lambda column: Tree(VARIABLE, column))
-    leaves |= st.just(Tree(PARAMETER, 0.0)) | st.just(Tree(CONSTANT, 0.3))
-    rows = [(FIRST_CALL, 2), (FIRST_CALL + 1, 1), (FIRST_DEFINITION, 2)]
-    rows += [(OPERATORS[name].code, OPERATORS[name].arity) for name in NAMES]
-
-    def above(inner):
-        return st.one_of(
-            st.tuples(*[inner] * arity).map(lambda own, code=code: Tree(code, 0.0, own))
-            for code, arity in rows
-        )
-
-    drawn = st.recursive(leaves, above, max_leaves=most)
-    both = (Tree(FIRST_CALL, 0.0, (drawn_leaf,) * 2) for drawn_leaf in [Tree(VARIABLE, 0.0)])
-    (first,) = both
-    second = Tree(FIRST_CALL + 1, 0.0, (first,))
-    return drawn.map(lambda tree: Tree(OPERATORS["add"].code, 0.0, (tree, second)))
-
-
-def written(tree: Tree, functions: list[Tree], arguments: tuple[Tree, ...] | None = None) -> Tree:
-    """Write a tree with the calls in it replaced; variables are arguments if there are some."""
-    if tree.code == VARIABLE and arguments is not None:
-        return arguments[int(tree.value)]
-    if tree.code == PARAMETER:
-        return functions[2]
-    operands = tuple(written(operand, functions, arguments) for operand in tree.operands)
-    if tree.code == FIRST_DEFINITION:
-        (body,) = trees_of(OWN.codes.tolist(), OWN.values.tolist())
-        return written(body, functions, operands)
-    if tree.code >= FIRST_CALL:
-        return written(functions[tree.code - FIRST_CALL], functions, operands)
-    return Tree(tree.code, tree.value, operands)
-
-
-def own_functions(columns: int) -> st.SearchStrategy[Tree]:
-    return trees(NAMES, range(columns), most=4)
-
-
-@given(calls(), own_functions(2), own_functions(1), st.booleans())
-def test_calls_are_written_out(form, first, second, has_template):
-    codes, values = map(np.array, flat([form]))
-    template = Template(codes.astype(np.uint8), values, ARITIES) if has_template else None
+@pytest.mark.parametrize(
+    ("form", "functions", "wanted"),
+    [
+        # f has two operands, g has one; the genome holds f, g and a number for each parameter.
+        ("f(x1, x2) + g(x1)", ("x1*x2", "sin(x1)"), "x1*x2 + sin(x1)"),
+        ("f(x2, x1) * f(x1, x1)", ("x1 - x2*x1", "x1"), "(x2 - x1*x2) * (x1 - x1*x1)"),
+        ("g(f(x1, g(x3))) * p1", ("x2 + x1", "sin(x1) + x1"),
+         "(sin(sin(x3) + x3 + x1) + (sin(x3) + x3 + x1)) * 7.5"),
+        ("twice(f(x1, x1), p1) + g(0.3)", ("sin(x1)", "x1"),
+         "7.5 + sin(x1)*sin(x1) + 0.3"),
+        ("g(x1)", ("x1", "twice(x1, sin(x1))"), "sin(x1) + x1*x1"),
+        (None, ("twice(x3, twice(x1, x2))",), "x2 + x1*x1 + x3*x3"),
+        # What is longer than a formula may be has one token.
+        ("g(g(g(g(g(g(g(g(g(x1)))))))))", ("x1", "x1*x1*x1"), None),
+    ],
+)  # fmt: skip
+def test_calls_are_written_out(form, functions, wanted):
+    rows = {"f": (2, FIRST_CALL), "g": (1, FIRST_CALL + 1), "twice": (2, FIRST_DEFINITION)}
+    names = {name: Placeholder(name, *row) for name, row in rows.items()}
+    template = None
+    if form is not None:
+        codes, values = Parser((), names).tokens(form)
+        template = Template(np.array(codes, np.uint8), np.array(values), ARITIES)
     request = SearchRequest(
         bytes(32), operators={"add": 1.0, "twice": 1.0}, rules=Rules(max_size=40),
         definitions={"twice": OWN}, template=template,
     )  # fmt: skip
-    number = Tree(CONSTANT, 7.5)
-    parts = [first, second, number] if has_template else [first]
-    if has_template and not template.parameters:
-        parts.pop()
-    columns = [[0, 1], [0], []][: len(parts)] if has_template else [[0, 1, 2]]
+    parts = [Parser((), names).tokens(text) for text in functions]
+    parts += [([CONSTANT], [7.5])] * (template.parameters if template else 0)
+    columns = [[0, 1], [0], []][: len(parts)] if template else [[0, 1, 2]]
     grammar = new_grammar(request, columns)
-    own = Tree(FIRST_DEFINITION, 0.0, (first, Tree(VARIABLE, 0.0)))
-    parts[0] = own if len(flat([own])[0]) < 20 else first
-    codes, values = flat(parts)
-    assert part_lengths(grammar, np.array(codes)) == [len(flat([part])[0]) for part in parts]
+    codes, values = ([token for part in parts for token in part[k]] for k in range(2))
+    assert part_lengths(grammar, np.array(codes)) == [len(part[0]) for part in parts]
     population = Population(
         np.array(codes, np.uint8), np.array(values), np.array([len(codes)], np.uint32)
     )
     composer = Composer(request, grammar)
     found = composer.composed(Genomes.of(population, max(len(codes), 3)))
-    wanted = written(form if has_template else parts[0], [*parts, number])
-    wanted_codes, wanted_values = flat([wanted])
-    if len(wanted_codes) <= composer.most:
-        assert found.codes.tolist() == wanted_codes
-        assert found.values.tolist() == wanted_values
-    else:
+    if wanted is None:
         assert len(found.codes) == 1
+    else:
+        expected = parse(wanted)
+        assert found.codes.tolist() == expected.codes.tolist()
+        np.testing.assert_allclose(found.values, expected.values)
 
 
 def test_a_grammar_holds_as_many_rules_of_nesting_as_a_request():

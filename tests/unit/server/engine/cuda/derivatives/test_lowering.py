@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 from support.random_programs import thesis_mix
+from support.servers.server import eventually
 from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, DIFFERENCE, huber
@@ -26,7 +26,6 @@ from warpfit_server.engine.autodiff import (
     row_loss_tokens,
 )
 from warpfit_server.engine.cuda.derivatives import launches, lowering
-from warpfit_server.engine.cuda.derivatives import lowering as lowering_module
 from warpfit_server.engine.cuda.derivatives.lowering import (
     PROGRAM,
     DerivativeCode,
@@ -56,17 +55,16 @@ def shared():
     return DerivativeLowering(threads=4)
 
 
-def lower(lowering: DerivativeLowering, batch: Batch, work: str, **options) -> DerivativeCode:
-    code, made = run_to_end(begin(lowering, batch, work, **options))
+def lower(lowering: DerivativeLowering, batch: Batch, work: str) -> DerivativeCode:
+    code, made = run_to_end(begin(lowering, batch, work))
     assert made == "meanwhile"
     return code
 
 
-def begin(lowering: DerivativeLowering, batch: Batch, work: str, **options) -> Steps:
+def begin(lowering: DerivativeLowering, batch: Batch, work: str) -> Steps:
     row_loss, weighted, requested = WORK[work]
     tokens = row_loss_tokens(row_loss, VARIABLES, weighted=weighted) if row_loss else no_row_loss()
-    options = {"keeps_values": work != "loss", "products": False, **options}
-    options["meanwhile"] = lambda: "meanwhile"
+    options = {"keeps_values": work != "loss", "products": False, "meanwhile": lambda: "meanwhile"}
     return lowering.lower(batch, VARIABLES, tokens, requested, **options)
 
 
@@ -106,21 +104,17 @@ def test_callers_at_the_same_time_get_their_own_code(alone, shared):
 
 def test_a_large_batch_is_lowered_by_helpers_in_steps(alone, shared, monkeypatch):
     """The engine's thread goes on with other requests meanwhile."""
-    monkeypatch.setattr(lowering_module, "_TOKENS_AT_ONCE", 100)
-    monkeypatch.setattr(lowering_module, "_TOKENS_A_STEP", 500)
+    monkeypatch.setattr(lowering, "_TOKENS_AT_ONCE", 100)
+    monkeypatch.setattr(lowering, "_TOKENS_A_STEP", 500)
     batch = Batch.of(*thesis_mix(3, 200, variables=VARIABLES))
     expected, steps, seen = lower(alone, batch, "gradient"), begin(shared, batch, "gradient"), []
-    while True:
-        try:
+    with pytest.raises(StopIteration) as end:
+        while True:
             found = next(steps)
-        except StopIteration as end:
-            assert_same(end.value[0], expected)
-            break
-        seen.append("pause" if found is None else "helpers")
-        deadline = time.monotonic() + 100
-        while found is not None and not found.done():  # nobody helps them
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+            seen.append("pause" if found is None else "helpers")
+            if found is not None:
+                eventually(found.done, 100)  # nobody helps them
+    assert_same(end.value.value[0], expected)
     assert len(seen) > 4
     assert seen == ["helpers", *["pause", "helpers"] * (len(seen) // 2)]
     steps = begin(shared, batch, "gradient")
@@ -131,7 +125,7 @@ def test_a_large_batch_is_lowered_by_helpers_in_steps(alone, shared, monkeypatch
 
 @pytest.mark.parametrize("at_once", [10**6, 10])
 def test_the_first_bad_token_of_a_batch_is_named(shared, monkeypatch, at_once):
-    monkeypatch.setattr(lowering_module, "_TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr(lowering, "_TOKENS_AT_ONCE", at_once)
     batch = Batch.of(*thesis_mix(3, 200))
     codes = batch.codes.copy()
     for program in (61, 130):
@@ -141,8 +135,8 @@ def test_the_first_bad_token_of_a_batch_is_named(shared, monkeypatch, at_once):
     assert caught.value.expression == 61
 
 
-def test_too_many_levels_are_refused(alone):
-    """The backward pass reads each factor of the product again."""
+def test_what_kernels_cannot_address_is_refused(alone):
+    """The backward pass reads each factor of the product again: too many levels."""
     count = 70_000
     codes = np.tile([1, 2, OPERATORS["mul"].code, OPERATORS["sin"].code], count)
     codes = np.concatenate([codes, np.full(count - 1, OPERATORS["mul"].code)]).astype(np.uint8)
@@ -150,9 +144,15 @@ def test_too_many_levels_are_refused(alone):
     values[0 : 4 * count : 4] = np.arange(count) % VARIABLES
     values[1 : 4 * count : 4] = np.arange(count)
     batch = Batch.of([Program(codes, values)], [np.ones(count)])
-    with pytest.raises(ResourceExhaustedError) as caught:
-        lower(alone, batch, "fit")
-    assert caught.value.reason == "PROGRAM_TOO_LONG"
+    launches.check_memory(8 * 1_000_000, 0)
+    for refused in (
+        lambda: lower(alone, batch, "fit"),
+        # Thirty thousand parameters have a normal matrix of 3.6 GB.
+        lambda: launches.check_memory(8 * 300_000_000, 0),
+    ):
+        with pytest.raises(ResourceExhaustedError) as caught:
+            refused()
+        assert caught.value.reason == "PROGRAM_TOO_LONG"
 
 
 # ----------------------------------------------------------------------------------------- launches
@@ -230,11 +230,3 @@ def test_kernels_for_programs_that_spill_are_loaded_by_another_thread(monkeypatc
     assert run_to_end(tier._prepare(plan)) == "kernels"
     assert run_to_end(tier._prepare(plan)) == "kernels"
     assert loaded == [("any", True)] * 2
-
-
-def test_more_sums_than_kernels_can_address_are_refused():
-    """Thirty thousand parameters have a normal matrix of 3.6 GB."""
-    launches.check_memory(8 * 1_000_000, 0)
-    with pytest.raises(ResourceExhaustedError) as caught:
-        launches.check_memory(8 * 300_000_000, 0)
-    assert caught.value.reason == "PROGRAM_TOO_LONG"

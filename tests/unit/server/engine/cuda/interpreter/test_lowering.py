@@ -19,6 +19,7 @@ from support.random_programs import random_program, thesis_mix
 from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
+from warpfit.parse import parse
 from warpfit_server.engine.cuda.interpreter import launches, source
 from warpfit_server.engine.cuda.interpreter.launches import (
     BatchBounds,
@@ -85,11 +86,8 @@ def test_programs_of_many_sizes_in_shared_memory_and_beyond(share, room):
     drawn = [random_program(rng, n, variables=3, operators=tuple(OPERATORS)) for n in sizes]
     vectors = [rng.normal(size=(1, program.parameters)) for program in drawn]
     mixed, parameters = thesis_mix(2, 60)
-    check(
-        Batch.of([*drawn, *mixed], [*vectors, *(p[None] for p in parameters)]),
-        share=share,
-        room=room,
-    )
+    batch = Batch.of([*drawn, *mixed], [*vectors, *(p[None] for p in parameters)])
+    check(batch, share=share, room=room)
 
 
 @pytest.mark.parametrize("name", [name for name, row in OPERATORS.items() if row.arity > 1])
@@ -111,36 +109,30 @@ def test_a_negative_zero_is_an_index():
     check(replace(batch, values=np.array([-0.0, 1.0, 0.0])))
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_invalid_tokens_are_found(seed):
-    check_invalid(spoilt(Batch.of(*thesis_mix(seed, 40, variables=FEW)), seed, 20))
+TOKENS = st.tuples(
+    st.sampled_from([VARIABLE, PARAMETER, CONSTANT, *range(14, 20), 40, 255]),
+    st.sampled_from([0.0, 1.0, 2.0, 3.0]),
+)
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.lists(
-            st.tuples(
-                st.sampled_from([VARIABLE, PARAMETER, CONSTANT, *range(14, 20), 40, 255]),
-                st.sampled_from([0.0, 1.0, 2.0, 3.0]),
-            ),
-            max_size=7,
-        ),
-        min_size=1,
-        max_size=8,
-    )
-)
+@given(st.lists(st.lists(TOKENS, max_size=7), min_size=1, max_size=8))
 def test_any_tokens(drawn):
     flat = [token for program in drawn for token in program]
     check_invalid(
         Batch(
-            np.array([code for code, _ in flat], dtype=np.uint8),
-            np.array([value for _, value in flat], dtype=np.float64),
-            np.array([len(program) for program in drawn], dtype=np.uint32),
-            parameter_counts=np.full(len(drawn), 2, dtype=np.uint32),
+            np.array([code for code, _ in flat], np.uint8),
+            np.array([value for _, value in flat], np.float64),
+            np.array([len(program) for program in drawn], np.uint32),
+            parameter_counts=np.full(len(drawn), 2, np.uint32),
             parameters=np.zeros(2 * len(drawn)),
         )
     )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_invalid_tokens_are_found(seed):
+    check_invalid(spoilt(Batch.of(*thesis_mix(seed, 40, variables=FEW)), seed, 20))
 
 
 def check_invalid(batch):
@@ -150,39 +142,36 @@ def check_invalid(batch):
     for index in range(len(batch)):
         one = batch[np.array([index])]
         expected.append(not are_valid(one, FEW))
-        if expected[-1]:
-            with pytest.raises(ProgramError) as told:
-                one.check(FEW)
-            with pytest.raises(ProgramError) as refused:
-                raise_invalid_program(batch, index, FEW)
-            assert (told.value.message, told.value.token) == (
-                refused.value.message,
-                refused.value.token,
-            )
-            assert refused.value.expression == index
-            first, count, _, traits = found.programs[index].tolist()
-            assert (count, traits) == (0, source.INVALID)
-            assert found.instructions[first].tolist() == [source.END_LABEL, 0]
-        else:
+        if not expected[-1]:
             check_program(found, index)
+            continue
+        with pytest.raises(ProgramError) as told:
+            one.check(FEW)
+        with pytest.raises(ProgramError) as refused:
+            raise_invalid_program(batch, index, FEW)
+        for name, value in (("message", told.value.message), ("token", told.value.token)):
+            assert getattr(refused.value, name) == value
+        assert refused.value.expression == index
+        first, count, _, traits = found.programs[index].tolist()
+        assert (count, traits) == (0, source.INVALID)
+        assert found.instructions[first].tolist() == [source.END_LABEL, 0]
     np.testing.assert_array_equal(found.are_invalid(), expected)
     first = int(np.argmax(expected)) if any(expected) else source.ALL_VALID
     assert found.first_invalid.tolist() == [first]
 
 
-def test_parameters_beyond_the_program_s_are_invalid():
-    both = [Program.parameter(1), Program.parameter(1)]
-    batch = Batch.of(both, [[1.0, 2.0], [1.0, 2.0]])
-    short = replace(batch, parameter_counts=np.array([1, 3], np.uint32), parameters=np.zeros(4))
-    assert lower_on_host(short).first_invalid.tolist() == [0]
+@pytest.mark.parametrize(
+    ("counts", "invalid", "reason"),
+    [([1, 3], 0, "PARAMETER_OUT_OF_RANGE"), ([2, 3], 1, "TOO_MANY_PARAMETERS")],
+)
+def test_parameters_beyond_the_program_s_are_invalid(counts, invalid, reason):
+    batch = Batch.of([Program.parameter(1)] * 2, [[1.0, 2.0]] * 2)
+    numbers = np.zeros(sum(counts))
+    batch = replace(batch, parameter_counts=np.array(counts, np.uint32), parameters=numbers)
+    assert lower_on_host(batch).first_invalid.tolist() == [invalid]
     with pytest.raises(ProgramError) as refused:
-        raise_invalid_program(short, 0, 1)
-    assert refused.value.reason == "PARAMETER_OUT_OF_RANGE"
-    long = replace(batch, parameter_counts=np.array([2, 3], np.uint32), parameters=np.zeros(5))
-    assert lower_on_host(long).first_invalid.tolist() == [1]
-    with pytest.raises(ProgramError) as refused:
-        raise_invalid_program(long, 1, 1)
-    assert refused.value.reason == "TOO_MANY_PARAMETERS"
+        raise_invalid_program(batch, invalid, 1)
+    assert refused.value.reason == reason
 
 
 def test_variables_that_cannot_be_encoded_are_refused():
@@ -200,12 +189,22 @@ def test_programs_are_sorted_in_each_group(group, levels):
 
 
 def test_slots_find_their_parameters_with_several_vectors():
-    x, p, q = Program.variable(0), Program.parameter(0), Program.parameter(1)
-    drawn = [Program.apply("add", x, Program.apply("mul", p, q)), Program.apply("add", x, p)]
-    batch = Batch.of(drawn, [np.ones((3, 2)), np.ones((3, 1))])
+    batch = Batch.of([parse("x1 + p1*p2"), parse("x1 + p1")], [np.ones((3, 2)), np.ones((3, 1))])
     lowered = lower_on_host(batch)
     firsts = lowered.programs[:, 2]
     assert lowered.slots[firsts, 2:].tolist() == [[0, 2], [6, 1]]
+
+
+def test_programs_with_the_most_slots_fit():
+    program = X
+    for number in range(20):
+        leaves = [Program.constant(float(number)), Program.constant(1.0)]
+        program = Program.apply("fma", program, *leaves)
+    lowered = lower_on_host(Batch.of([program] * 7))
+    assert lowered.slot_counts().tolist() == [40] * 7
+    ends = lowered.programs[:, 2] + lowered.slot_counts()
+    assert (ends[:-1] <= lowered.programs[1:, 2]).all()
+    assert ends[-1] <= launches.max_slots(len(lowered.batch.codes), 7)
 
 
 # ----------------------------------------------------------------------------------------- launches
@@ -215,31 +214,20 @@ FAST = Variant(Arithmetic.FAST, 16)
 LIMITS = launches.LaunchLimits(*[0] * 6, level_bytes=2048, max_warps=2, resident_warps=32 * 132)
 
 
-def configured(limits, bounds, max_jobs, programs, vectors):
-    """Return the record of a batch whose launches are configured."""
-    record = launches.new_batch((9, programs, 0, vectors), 1, 0, 0, 0)
-    launches.configure_launch(record, as_record(limits), 9, *bounds, max_jobs)
-    return record.view(np.recarray)[0]
-
-
 @pytest.mark.parametrize("costly", [False, True])
 def test_one_warp_has_room_for_any_program(costly):
     for warps, levels, usual in product([1, 2, 3, 8], [0, 1, 4, 7, 21], [0, 2, 4]):
         bounds = BatchBounds(levels, typical_levels=min(usual, levels), costly=costly)
         limits = LIMITS._replace(max_warps=warps)
-        config = configured(limits, bounds, 300, 300, 1)
-        most = levels + config.scratch_levels
+        record = launches.new_batch((9, 300, 0, 1), 1, 0, 0, 0)
+        launches.configure_launch(record, as_record(limits), 9, *bounds, 300)
+        config = record.view(np.recarray)[0]
         assert config.scratch_levels == 2 * costly
         assert 1 <= config.warps <= warps
-        assert config.warps * config.levels >= most
+        assert config.warps * config.levels >= levels + config.scratch_levels
         assert config.levels >= bounds.typical_levels + config.scratch_levels
         assert config.warps * config.levels * limits.level_bytes <= 48 * 1024 - 16
         assert config.group == 300
-
-
-def bounds_of(batch):
-    """Return the bounds of a batch."""
-    return BatchBounds.of(BatchSummary.of(batch), costly_operators(FAST))
 
 
 @pytest.mark.parametrize(
@@ -247,27 +235,14 @@ def bounds_of(batch):
 )
 def test_bounds_follow_from_lengths_and_operators(names, costly):
     rng = np.random.default_rng(1)
-    sizes = [3, 3, 3, 40, 90]
-    batch = Batch.of([random_program(rng, size, operators=names) for size in sizes])
-    bounds = bounds_of(batch)
+    batch = Batch.of([random_program(rng, n, operators=names) for n in (3, 3, 3, 40, 90)])
+    bounds = BatchBounds.of(BatchSummary.of(batch), costly_operators(FAST))
     lengths = batch.lengths.astype(int)
     weighted = int(sum(lengths**2) // sum(lengths))
+    most, typical = (max_levels(n, "where" in names) for n in (int(max(lengths)), weighted))
     assert bounds.costly is costly
-    assert bounds.levels == launches.max_levels(int(max(lengths)), "where" in names)
-    assert bounds.typical_levels == launches.max_levels(weighted, "where" in names) <= bounds.levels
-
-
-def test_programs_with_the_most_slots_fit():
-    ternary = next(row for row in OPERATORS.values() if row.arity == 3)
-    program = Program.variable(0)
-    for number in range(20):
-        leaves = [Program.constant(float(number)), Program.constant(1.0)]
-        program = Program.apply(ternary, program, *leaves)
-    lowered = lower_on_host(Batch.of([program] * 7))
-    assert lowered.slot_counts().tolist() == [40] * 7
-    ends = lowered.programs[:, 2] + lowered.slot_counts()
-    assert (ends[:-1] <= lowered.programs[1:, 2]).all()
-    assert ends[-1] <= launches.max_slots(len(lowered.batch.codes), 7)
+    assert (bounds.levels, bounds.typical_levels) == (most, typical)
+    assert typical <= most
 
 
 def test_programs_that_are_too_long_are_refused():

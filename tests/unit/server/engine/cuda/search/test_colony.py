@@ -2,7 +2,6 @@
 
 import pytest
 
-from support.emulators.host_device import install
 from support.suites.searches import (  # noqa: F401
     host,
     test_a_colony_is_that_of_the_cpu,
@@ -13,17 +12,13 @@ from support.suites.searches import (  # noqa: F401
     test_sizes_on_a_device,
     test_small_colonies_on_a_device,
 )
-from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.cuda.search import colony
 
 pytestmark = pytest.mark.thorough  # its kernels take minutes to be compiled for the CPU
 
 
-@pytest.fixture(scope="module")
-def engine():
+@pytest.fixture(scope="module", autouse=True)
+def few_marks():
     with pytest.MonkeyPatch.context() as patch:
-        install(patch)
         patch.setattr(colony, "_TRIED", 1 << 16)
-        engine = CudaEngine(threads=2)
-        yield engine
-        engine.close()
+        yield
