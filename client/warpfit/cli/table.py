@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.cli.shared import tell
-from warpfit.errors import InvalidArgumentError, did_you_mean, require
+from warpfit.errors import InvalidArgumentError, did_you_mean, nearest_first, require
 from warpfit.expressions.real_numbers import leaves_float64
 
 #: Most seconds, or days, of anything: 31 years, below what clocks and threads can wait for.
@@ -279,7 +279,7 @@ class ColumnChoice:
             raise InvalidArgumentError(
                 f"there is no column {name!r} in {file}",
                 "UNKNOWN_COLUMN",
-                did_you_mean(name, names, f"The columns are: {', '.join(names)}"),
+                did_you_mean(name, names, f"The columns are: {nearest_first(name, names)}"),
                 flag,
             )
 

@@ -509,6 +509,15 @@ def test_a_fit_that_cannot_begin_is_an_error_with_its_remedy(capsys, data, addre
     assert "--params" in err or text == message
 
 
+def test_a_target_that_is_not_finite_is_named_with_its_place(capsys, address, tmp_path):
+    (tmp_path / "t.csv").write_text("a,b,y\n1,nan,2\n2,1,nan\n3,1,6\n")
+    words = ["fit", tmp_path / "t.csv", "p1*a", "--target", "y", "--address", address]
+    status, out, err = run(capsys, *words)
+    assert (status, out) == (2, "")
+    assert "line 3, column 'y': nan is no finite number. Remove the line: a fit needs" in err
+    assert run(capsys, *words, "--rows", "2:3")[0] == 0
+
+
 @pytest.mark.parametrize("number", ["-3e-5", "-1E5", "-.5e+3", "-2.", "-inf", "-nan"])
 def test_negative_numbers_are_values_and_no_flags(capsys, data, address, number):
     words = ["eval", data, "p1 + p2", "--params", "1", number, "--head", "1", "--address", address]
