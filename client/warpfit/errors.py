@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, KeysView, Mapping, Set
 from dataclasses import dataclass, fields
 from functools import wraps
 from importlib.util import find_spec
-from inspect import Parameter, signature
+from inspect import signature
 from itertools import islice
 from typing import Any, ClassVar, Final, TypeVar, cast
 
@@ -235,10 +235,7 @@ def did_you_mean(name: object, known: Iterable[object], otherwise: str, suffix: 
 def similar(
     name: object, known: Iterable[object], most: int = 1, least: float = _SIMILAR
 ) -> list[str]:
-    """Return at most so many known names like a name, in letters of either case, the closest first.
-
-    ``least`` is the smallest similarity, from 0 for any name to 1.
-    """
+    """Return the closest known names, at most so many, of a least similarity from 0 to 1."""
     by_letters: dict[str, str] = {}
     for one in islice(known, _MOST_COMPARED):
         by_letters.setdefault(str(one).lower(), str(one))
@@ -249,40 +246,36 @@ def similar(
 def nearest_first(name: object, known: Iterable[object]) -> str:
     """Return a list of names for a remedy; if not all have room, those most like ``name``."""
     names = list(map(str, islice(known, _MOST_COMPARED)))
-    listed = ", ".join(names)
-    if len(listed) <= _MOST_LISTED:
+    if len(listed := ", ".join(names)) <= _MOST_LISTED:
         return listed
     listed = ", ".join(similar(name, names, _MOST_COMPARED, 0.0))
     return f"{listed[:_MOST_LISTED].rpartition(', ')[0]}, ..."
 
 
-def explains_keywords(otherwise: str = "", **words: str) -> Callable[[F], F]:
-    """Have a function refuse a keyword that it has not with a remedy, as methods of clients do.
+def unknown_keyword(
+    name: str, known: Iterable[str], remedy: str | None, otherwise: str = ""
+) -> InvalidArgumentError:
+    """Return the error for a keyword that a call has not, with a remedy or those that it has."""
+    names = list(known)
+    usual = did_you_mean(name, names, otherwise or f"Use {nearest_first(name, names)}", "=")
+    what = f"there is no keyword {name!r}"
+    return InvalidArgumentError(what, "UNKNOWN_KEYWORD", remedy or usual, name)
 
-    Args:
-        otherwise: the remedy where no keyword is similar; empty for the list of keywords.
-        words: remedies for keywords of other packages.
+
+def explains_keywords(otherwise: str = "", **words: str) -> Callable[[F], F]:
+    """Have a function refuse a keyword that it has not, as the methods of clients do.
+
+    ``words`` are remedies for keywords of other packages, and ``otherwise`` is that for others.
     """
 
     def decorate(function: F) -> F:
-        known = [
-            name
-            for name, one in signature(function).parameters.items()
-            if one.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-            and name != "self"
-        ]
+        known = [name for name in signature(function).parameters if name != "self"]
 
         @wraps(function)
         def checked(*arguments: Any, **keywords: Any) -> Any:
             for name in keywords:
                 if name not in known:
-                    usual = otherwise or f"Use {nearest_first(name, known)}"
-                    raise InvalidArgumentError(
-                        f"there is no keyword {name!r}",
-                        "UNKNOWN_KEYWORD",
-                        words.get(name) or did_you_mean(name, known, usual, "="),
-                        name,
-                    )
+                    raise unknown_keyword(name, known, words.get(name), otherwise)
             return function(*arguments, **keywords)
 
         return cast(F, checked)
@@ -309,13 +302,8 @@ def no_attribute(
 
 
 def attribute_error(message: str, remedy: str) -> AttributeError:
-    """Return the error for an attribute that there is not; Python guesses where we have no remedy.
-
-    It prints a guess of its own behind the message of an error that names no object yet.
-    """
-    if not remedy:
-        return AttributeError(message)
-    return AttributeError(f"{message}. {remedy}", obj=message)
+    """Return an error to which Python adds no guess of its own, as it does without an object."""
+    return AttributeError(f"{message}. {remedy}" if remedy else message, obj=message)
 
 
 def list_of_texts(

@@ -731,7 +731,8 @@ class _Reader:
 
     def _unknown(self, name: str, what: str, known: Iterable[str]) -> NoReturn:
         known = tuple(dict.fromkeys(known))
-        close = [_MEANT[name]] if name in _MEANT else _close_matches(name[:100], known)
+        meant = _MEANT.get(name) if what == "function" else None
+        close = [meant] if meant else _close_matches(name[:100], known)
         numbered = re.fullmatch(r"([xp])0+", name)
         if remedy := self._quoted(self.at - 1):
             pass
@@ -750,9 +751,8 @@ class _Reader:
         elif close:
             remedy = f"Did you mean {' or '.join(close)}?"
         elif what == "function":
-            remedy = (
-                f"Functions are {nearest_first(name, function_names())}; warpfit.define adds one"
-            )
+            listed = nearest_first(name, function_names())
+            remedy = f"Functions are {listed}; warpfit.define adds one"
         else:
             listed = nearest_first(name, self.parser.names) or "x1, x2, ..."
             remedy = f"Variables are {listed}; parameters are p1, p2, ..."
@@ -775,7 +775,7 @@ class _Reader:
             "%": "Write mod(a, b) for a % b",
             "&": "Write (a and b) for a conjunction",
             "~": "Write (not a) for a negation",
-            **dict.fromkeys("?:", "Write where(a, b, c) for a ? b : c"),
+            "?": "Write where(a, b, c) for a ? b : c",
         }.get(character, "Remove it, or put a variable's name in backticks")
         self._fail(f"{character!r} has no meaning", "UNEXPECTED_CHARACTER", remedy)
 

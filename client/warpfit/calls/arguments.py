@@ -25,8 +25,8 @@ from warpfit.errors import (
     bad_setting,
     check_encodable,
     did_you_mean,
-    nearest_first,
     require,
+    unknown_keyword,
 )
 from warpfit.expressions.real_numbers import (
     ParameterVectors,
@@ -255,17 +255,14 @@ _BY_OTHER_NAMES: Final = {
     **dict.fromkeys(("p0", "x0", "start", "starts", "params"), "parameters"),
     **dict.fromkeys(("maxfev", "max_nfev", "maxiter"), "max_iterations"),
     **{"ftol": "loss_tolerance", "xtol": "step_tolerance", "gtol": "gradient_tolerance"},
-    **dict.fromkeys(("min", "max", "lower", "upper", "limits"), "bounds"),
+    **dict.fromkeys(("min", "max", "lower", "upper"), "bounds"),
     **{"absolute": "absolute_sigma", "vary": "fixed", "nan_policy": "missing"},
     **dict.fromkeys(("sigma", "yerr", "sample_weight"), "weights"),
-    **dict.fromkeys(("random_state", "rng"), "seed"),
-    **dict.fromkeys(("callback", "iter_cb", "verbose"), "progress"),
-    **dict.fromkeys(("max_seconds", "timeout_in_seconds", "max_time"), "seconds"),
-    **dict.fromkeys(("niterations", "ngen", "n_gen", "max_generations"), "generations"),
+    **{"random_state": "seed", "n_starts": "restarts", "callback": "progress"},
+    **dict.fromkeys(("max_seconds", "timeout_in_seconds"), "seconds"),
+    **{"niterations": "generations", "early_stop_condition": "target_loss"},
     **dict.fromkeys(("binary_operators", "unary_operators", "function_set"), "operators"),
-    **dict.fromkeys(("early_stop_condition", "stopping_criteria", "tolerance"), "target_loss"),
-    **{"population_size": "population", "populations": "islands", "maxdepth": "max_depth"},
-    **{"nested_constraints": "nesting", "n_starts": "restarts", "columns": "x"},
+    **{"population_size": "population", "nested_constraints": "nesting"},
 }
 #: What to do instead of giving a keyword to a call that has none of its meaning.
 _INSTEAD: Final = {
@@ -280,18 +277,12 @@ _INSTEAD: Final = {
 
 def check_keywords(given: Mapping[str, Any], known: Any, *others: str) -> None:
     """Check that all keywords of a call are those of a TypedDict; ``others`` are its parameters."""
+    names = {*known.__optional_keys__, *others}
     for name in given:
-        if name in known.__optional_keys__:
-            continue
-        names = sorted({*known.__optional_keys__, *others})
-        ours = _BY_OTHER_NAMES.get(name, name)
-        usual = did_you_mean(name, names, f"Use {nearest_first(name, names)}", "=")
-        raise InvalidArgumentError(
-            f"there is no keyword {name!r}",
-            "UNKNOWN_KEYWORD",
-            f"Write {ours}=" if ours in names else _INSTEAD.get(ours, usual),
-            name,
-        )
+        if name not in names:
+            ours = _BY_OTHER_NAMES.get(name, name)
+            remedy = f"Write {ours}=" if ours in names else _INSTEAD.get(ours)
+            raise unknown_keyword(name, sorted(names), remedy)
 
 
 def number(value: Any, field: str, wanted: str = "a number") -> float:

@@ -393,22 +393,20 @@ class Fit(Shown):
         at_bound = np.zeros(len(values), dtype=bool)
         for bound in (own.lower, own.upper):
             at_bound |= False if bound is None else values == bound
-        if own.fixed is not None:
-            at_bound &= ~own.fixed
+        at_bound &= True if own.fixed is None else ~own.fixed
         remarks = []
-        own_error = ", where standard errors are those without it" * (errors is not None)
+        end = "at a bound" + ", where standard errors are those without it" * (errors is not None)
         for index, is_at in enumerate(np.split(at_bound, ends[:-1])[:MOST_ROWS]):
-            lost = np.zeros_like(is_at) if errors is None else np.isnan(errors[index])
-            if self.freedom is not None and self.freedom[index] <= 0:
-                lost[:] = False  # there are too few rows for any error
+            # With too few rows no parameter has an error.
+            has_errors = errors is not None and (self.freedom is None or self.freedom[index] > 0)
+            lost = np.isnan(errors[index]) if errors and has_errors else np.zeros_like(is_at)
+            which = f" of expression {index}" if len(self.batch) > 1 else ""
             for those, verbs, what in (
                 (lost, ("is", "are"), "not determined by the data"),
-                (is_at & ~lost, ("ends", "end"), f"at a bound{own_error}"),
+                (is_at & ~lost, ("ends", "end"), end),
             ):
                 if names := [f"p{i + 1}" for i in np.flatnonzero(those).tolist()]:
-                    verb = verbs[len(names) > 1]
-                    which = f" of expression {index}" if len(self.batch) > 1 else ""
-                    remarks.append(f"{', '.join(names)}{which} {verb} {what}")
+                    remarks.append(f"{', '.join(names)}{which} {verbs[len(names) > 1]} {what}")
         return "; ".join(remarks[:3])
 
     def _place(self, expression: int | None, start: int | None) -> tuple[int, int]:

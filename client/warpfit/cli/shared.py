@@ -148,23 +148,22 @@ def writing_file(path: Path | str) -> Iterator[None]:
 _FLAG: Final = re.compile(r"--[a-z][a-z0-9-]*")
 #: Flags by the names of other programs; those that the command has are meant.
 _OTHER_FLAGS: Final = {
-    **dict.fromkeys(("--time", "--time-limit", "--max-time"), "--max-seconds"),
-    **dict.fromkeys(("--seed", "--random-seed"), "--random-state"),
-    **dict.fromkeys(("--output", "--out"), "--json"),
-    **dict.fromkeys(("--p0", "--start", "--starts", "--parameters", "--init"), "--params"),
-    **dict.fromkeys(("--features", "--variables", "--x"), "--columns"),
-    **{"--y": "--target", "--maxsize": "--max-size", "--niterations": "--generations"},
-    **{"--iterations": "--max-iterations", "--selection": "--model-selection"},
+    **{"--time": "--max-seconds", "--seed": "--random-state", "--output": "--json"},
+    **dict.fromkeys(("--p0", "--start", "--parameters"), "--params"),
+    **{"--y": "--target", "--x": "--columns", "--maxsize": "--max-size"},
+    **{"--niterations": "--generations", "--iterations": "--max-iterations"},
 }
 #: What is not in the shell, by flags of these names.
 _IN_PYTHON: Final = {
-    **{f"--{name.replace('_', '-')}": f"SymbolicRegressor({name}=...)"
-       for name in ("units", "target_unit", "constraints", "guesses", "sample_rows")},
-    **{f"--{name}": f"client.optimize(..., {name}=...)"
-       for name in ("bounds", "fixed", "restarts", "covariance", "intervals")},
-    **{"--latex": "program.latex(names)", "--sympy": "program.sympy(names)"},
-    **dict.fromkeys(("--code", "--export"), "program.code(language, names)"),
-}  # fmt: skip
+    **{
+        f"--{word}": f"SymbolicRegressor({word}=...)"
+        for word in ("units", "constraints", "guesses")
+    },
+    **{
+        f"--{word}": f"client.optimize(..., {word}=...)" for word in ("bounds", "fixed", "restarts")
+    },
+    **{"--latex": "program.latex(names)", "--code": "program.code(language, names)"},
+}
 _CHOICE: Final = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
@@ -193,8 +192,8 @@ class CommandParser(argparse.ArgumentParser):
             elif given in _IN_PYTHON:
                 remedy = f"That is only in Python: {_IN_PYTHON[given]}"
             elif given:  # the dashes, which all have, say nothing of likeness
-                bare = did_you_mean(given[2:], [flag[2:] for flag in known], "")
-                remedy = bare.replace("mean ", "mean --")
+                remedy = did_you_mean(given[2:], [flag[2:] for flag in known], "")
+                remedy = remedy.replace("mean ", "mean --")
             message += f". {remedy}" if remedy else ""
         elif choice := _CHOICE.search(message):
             meant = did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]), "")

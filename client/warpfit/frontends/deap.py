@@ -23,7 +23,6 @@ from warpfit.errors import (
     did_you_mean,
     explains_keywords,
     list_of_texts,
-    similar,
 )
 from warpfit.expressions.language import AMBIGUOUS_DIVISIONS
 from warpfit.expressions.real_numbers import real_numbers
@@ -212,15 +211,11 @@ class _Converter:
     def __init__(self, pset: Any, operators: Mapping[str, str], names: Sequence[str]) -> None:
         check_operators(operators)
         self.context: Mapping[str, Any] | None = None if pset is None else pset.context
-        unknown = [n for n in self.context or () if n not in operators and function(n) is None]
-        for name in operators:
-            if self.context is not None and name not in self.context and similar(name, unknown):
-                raise InvalidArgumentError(
-                    f"operators names {name!r}, which is no primitive of pset",
-                    "UNKNOWN_PRIMITIVE",
-                    did_you_mean(name, unknown, ""),
-                    "operators",
-                )
+        for name in operators.keys() - (self.context or operators).keys():
+            unknown = [n for n in self.context or () if n not in operators and function(n) is None]
+            if remedy := did_you_mean(name, unknown, ""):  # others may be of another primitive set
+                what = f"operators names {name!r}, which is no primitive of pset"
+                raise InvalidArgumentError(what, "UNKNOWN_PRIMITIVE", remedy, "operators")
         self.functions = {**PRIMITIVES, **operators}
         self.operators = operators
         self.arguments = _indices(() if pset is None else pset.arguments)
