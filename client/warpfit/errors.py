@@ -235,12 +235,17 @@ def did_you_mean(name: object, known: Iterable[object], otherwise: str, suffix: 
 def similar(
     name: object, known: Iterable[object], most: int = 1, least: float = _SIMILAR
 ) -> list[str]:
-    """Return the closest known names, at most so many, of a least similarity from 0 to 1."""
+    """Return the closest known names, at most so many, of a least similarity from 0 to 1.
+
+    One that begins with the name, as a longer word does with a shortened one, comes first.
+    """
     by_letters: dict[str, str] = {}
     for one in islice(known, _MOST_COMPARED):
         by_letters.setdefault(str(one).lower(), str(one))
-    close = difflib.get_close_matches(str(name)[:100].lower(), by_letters, most, least)
-    return [by_letters[each] for each in close]
+    given = str(name)[:100].lower()
+    longer = [one for one in by_letters if len(given) > 3 and one.startswith(given)]
+    close = [*longer[:1], *difflib.get_close_matches(given, by_letters, most, least)]
+    return [by_letters[each] for each in dict.fromkeys(close)][:most]
 
 
 def nearest_first(name: object, known: Iterable[object]) -> str:

@@ -622,11 +622,11 @@ def _fixed(given: Any, counts: NDArray[np.uint32], single: bool) -> NDArray[np.b
 
     Other numbers than 0 and 1, and names, are refused: they may be meant for single parameters.
     """
-    try:
-        found = None if isinstance(given, str) else _flat(given, counts, single, "fixed", False)
-    except InvalidArgumentError as error:
-        raise _no_truth(given) if error.reason == "NOT_NUMBERS" else error from None
-    if isinstance(given, str) or not (found is None or np.isin(found, (0.0, 1.0)).all()):
+    names = given if isinstance(given, list | tuple) else [given]
+    if any(isinstance(name, str) for name in names):
+        raise _no_truth(given)
+    found = _flat(given, counts, single, "fixed", False)
+    if found is not None and not np.isin(found, (0.0, 1.0)).all():
         raise _no_truth(given)
     return None if found is None else found != 0.0
 

@@ -348,7 +348,7 @@ CASES = {
     "expressions is a set. Give a list": evaluate({"x1"}),
     "y has 0 dimensions. Give one number for each row": lambda c, d: c.upload(ROWS, 1.0),
     "weights has 0 dimensions. Give one number": lambda c, d: c.upload(ROWS, ROWS[:, 0], 2.0),
-    r"name 'e1'.*Did you mean e\?": lambda c, d: warpfit.parse("e1", ("e", "b")),
+    "name 'e1'. Variables are e, b": lambda c, d: warpfit.parse("e1", ("e", "b")),
     "progress is True": fit(progress=True),
     r"p2 has a bound that is not a number": fit(bounds=([[0.0, np.nan]], np.inf)),
     "p1 has bounds between which no number": fit(bounds=(np.inf, np.inf)),

@@ -276,6 +276,10 @@ def test_another_word_is_no_slip(given, known):
 
 def test_a_list_that_is_too_long_has_the_closest_names():
     assert nearest_first("b", ["c", "a", "b"]) == "c, a, b"
+    assert (
+        did_you_mean("max_iter", ["partial", "max_iterations"], "")
+        == "Did you mean max_iterations?"
+    )
     assert nearest_first("seeds", [*map(str, range(90)), "seed"]).startswith("seed, ")
     assert nearest_first("q", map(str, range(90))).endswith(", ...")
 
