@@ -1,7 +1,7 @@
 """How long an innocent tenant's small calls take while others attack the server.
 
 ``python tests/bench/run.py attacks`` starts servers on loopback, on two cores if there are more,
-and writes results/attacks.json; ``--only H1`` runs the attacks whose names begin so. Each attack
+and writes attacks.json; ``--only H1`` runs the attacks whose names begin so. Each attack
 comes from a process of its own and lasts some seconds. Just before it the innocent tenant is
 measured alone, so that other work on the machine meets both. Its answers are checked bit by bit.
 Another process asks the server's port and the health port whether the server is ready.
@@ -9,7 +9,6 @@ Another process asks the server's port and the health port whether the server is
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import os
@@ -26,11 +25,11 @@ from typing import Any, Final
 import grpc
 import numpy as np
 import psutil
-from harness import SEED, ServerProcess, save
+from harness import SEED, ServerProcess, arguments, save
 
 import warpfit
 from support.load.callers import on_cores
-from support.load.processes import beside
+from support.load.processes import beside, in_threads
 from support.random_programs import thesis_mix
 from support.servers.health import check
 from support.servers.network import FLOODS, RawConnection
@@ -46,10 +45,9 @@ TENANTS: Final = ("innocent", "greedy", "second")
 PROGRAMS, ROWS, PACE = 100, 2000, 0.02
 #: Seconds between two questions whether the server is ready.
 HEALTH_PACE: Final = 0.1
-#: Names of a data set that has as many as a server allows.
-MANY_NAMES: Final = 65_536
-#: Programs of as many tokens as a server allows.
-LONGEST: Final = 9_999
+#: As many names of a data set as a server allows.
+NAMES: Final = [f"n{k}" for k in range(65_536)]
+MANY_ROWS: Final = 30_000_000
 
 
 @dataclass(frozen=True)
@@ -76,15 +74,6 @@ class Scene:
 Attack = Callable[[Scene, Any], None]
 
 
-def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run work in threads until all have ended."""
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def frames(kind: str) -> Attack:
     """Two connections without credentials that send frames without a pause."""
 
@@ -95,7 +84,8 @@ def frames(kind: str) -> Attack:
                     while not stop.is_set() and connection.is_open:
                         connection.flood(kind)
 
-        in_threads(2, work)
+        with in_threads(work, range(2)):
+            pass
 
     return attack
 
@@ -109,7 +99,7 @@ def bad_headers(scene: Scene, stop: Any) -> None:
                 time.sleep(0.01)
 
 
-def repeated(make: Callable[[Scene], Callable[[Any], object]], threads: int) -> Attack:
+def repeated(threads: int, make: Callable[[Scene], Callable[[Any], object]]) -> Attack:
     """Calls of the greedy tenant, one after the other on each of some connections."""
 
     def attack(scene: Scene, stop: Any) -> None:
@@ -123,7 +113,8 @@ def repeated(make: Callable[[Scene], Callable[[Any], object]], threads: int) -> 
                     except (grpc.RpcError, warpfit.WarpfitError):
                         time.sleep(0.01)
 
-        in_threads(threads, work)
+        with in_threads(work, range(threads)):
+            pass
 
     return attack
 
@@ -141,51 +132,54 @@ def uploaded(scene: Scene, rows: int, variables: int = 1, tenant: str = "greedy"
         return client.upload(X, X[:, 0])
 
 
-def wide_gradients(scene: Scene) -> Callable[[Any], object]:
-    """Gradients by 20,000 variables: 160 MB from a request of 43 kB."""
-    data = uploaded(scene, 10, 20_000)
-    return calls(request(data, ["x1"] * 1000, loss="mse", variable_gradient=True), scene)
+def evaluations(threads: int, shape: tuple[int, int], texts: list[str], **options: Any) -> Attack:
+    """Evaluations of programs on a table of some rows and variables."""
+
+    def make(scene: Scene) -> Callable[[Any], object]:
+        return calls(request(uploaded(scene, *shape), texts, **options), scene)
+
+    return repeated(threads, make)
 
 
-def wide_fits(scene: Scene) -> Callable[[Any], object]:
-    """Fits of 500 parameters."""
-    data = uploaded(scene, 1000, 2)
-    text = "+".join(f"p{k}*x{1 + k % 2}" for k in range(1, 501))
-    fit = build_fit(data, [text] * 100, [[1.0] * 500] * 100, {"max_iterations": 20})
-    return calls(codec.fit_to_message(fit).SerializeToString(), scene, "Optimize")
+def fits(shape: tuple[int, int], text: str = "p1*x1", count: int = 1, **options: Any) -> Attack:
+    """Fits of one program, so many times in a call."""
 
+    def make(scene: Scene) -> Callable[[Any], object]:
+        start = [1.0] * warpfit.parse(text).parameters
+        fit = build_fit(uploaded(scene, *shape), [text] * count, [start] * count, options)
+        return calls(codec.fit_to_message(fit).SerializeToString(), scene, "Optimize")
 
-def long_programs(scene: Scene) -> Callable[[Any], object]:
-    """Programs of 10,000 tokens with their gradients."""
-    data = uploaded(scene, 1000, 2)
-    program = warpfit.parse("+".join(f"x{1 + k % 2}" for k in range(LONGEST // 2)))
-    return calls(request(data, [program] * 4, loss="mse", variable_gradient=True), scene)
+    return repeated(2, make)
 
 
 def many_names(scene: Scene) -> Callable[[Any], object]:
     """Descriptions of a data set with 65,536 names."""
-    names = [f"n{k}" for k in range(MANY_NAMES)]
     with scene.client() as client:
-        data = client.upload(np.zeros((1, MANY_NAMES), "f4"), names=names)
+        data = client.upload(np.zeros((1, len(NAMES)), "f4"), names=NAMES)
     message = pb.GetVariablesRequest(content_id=data.content_id).SerializeToString()
-    metadata = bearer(scene.tokens["greedy"])
-
-    def call(channel: Any) -> None:
-        channel.unary_unary(SERVICE + "GetVariables")(message, metadata=metadata, timeout=60)
-
-    return call
+    given = {"metadata": bearer(scene.tokens["greedy"]), "timeout": 60}
+    return lambda channel: channel.unary_unary(SERVICE + "GetVariables")(message, **given)
 
 
 def headers_only(scene: Scene) -> Callable[[Any], object]:
     """Uploads of a header with 65,536 names and nothing else."""
-    names = [f"n{k}" for k in range(MANY_NAMES)]
-    data = Dataset.of(np.zeros((1, MANY_NAMES), "f4"), names=names)
+    data = Dataset.of(np.zeros((1, len(NAMES)), "f4"), names=NAMES)
     header = next(iter(codec.upload_messages(data, 1 << 20)))
-    metadata = bearer(scene.tokens["greedy"])
+    given = {"metadata": bearer(scene.tokens["greedy"]), "timeout": 60}
+    return lambda channel: channel.stream_unary(SERVICE + "UploadVariables")(
+        iter([header]), **given
+    )
+
+
+def changing_rows(scene: Scene) -> Callable[[Any], object]:
+    """Scores over row ranges that change from call to call."""
+    data, numbers = uploaded(scene, MANY_ROWS), itertools.count(1)
+    scores = {"loss": "r2", "linear_scaling": True, "correlation": True}
 
     def call(channel: Any) -> None:
-        method = channel.stream_unary(SERVICE + "UploadVariables")
-        method(iter([header]), metadata=metadata, timeout=60)
+        number = next(numbers)
+        message = request(data, ["x1"], rows=(number, MANY_ROWS - number), **scores)
+        calls(message, scene)(channel)
 
     return call
 
@@ -218,11 +212,6 @@ def unread_answers(scene: Scene, stop: Any) -> None:
         stop.wait(60)
 
 
-def idle_memory(scene: Scene) -> Callable[[Any], object]:
-    """Answers of up to 64 MB, whose memory the server keeps."""
-    return calls(request(uploaded(scene, 100_000), ["x1"] * 160, values=True), scene)
-
-
 def idle_connections(scene: Scene, stop: Any) -> None:
     """300 connections to the health port that say nothing more after they have begun."""
     while not stop.is_set():
@@ -244,63 +233,37 @@ def refused_calls(scene: Scene, stop: Any) -> None:
             except warpfit.WarpfitError:
                 time.sleep(0.02)
 
-    in_threads(60, work)
+    with in_threads(work, range(60)):
+        pass
 
 
-def long_losses(scene: Scene) -> Callable[[Any], object]:
-    """200 programs of one token with a loss of 251 tokens, on 1,000,000 rows."""
-    data = uploaded(scene, 1_000_000)
-    loss = warpfit.LossFunction.parse("abs(d)" + "+abs(d)" * 49)
-    return calls(request(data, ["x1"] * 200, loss=loss), scene)
-
-
-def fits_of_many_variables(scene: Scene) -> Callable[[Any], object]:
-    """Fits of one parameter on 20,000 variables and 1,024 rows."""
-    return fits(scene, uploaded(scene, 1024, 20_000))
-
-
-def fits_of_many_rows(scene: Scene) -> Callable[[Any], object]:
-    """Fits that leave missing values out, on 30,000,000 rows."""
-    return fits(scene, uploaded(scene, 30_000_000), missing="drop")
-
-
-def fits(scene: Scene, data: Any, **options: Any) -> Callable[[Any], object]:
-    """Fit one parameter in one iteration."""
-    fit = build_fit(data, ["p1*x1"], [[1.0]], {"max_iterations": 1, **options})
-    return calls(codec.fit_to_message(fit).SerializeToString(), scene, "Optimize")
-
-
-def changing_rows(scene: Scene) -> Callable[[Any], object]:
-    """Scores over row ranges that change from call to call."""
-    data = uploaded(scene, 30_000_000)
-    numbers, metadata = itertools.count(1), bearer(scene.tokens["greedy"])
-
-    def call(channel: Any) -> None:
-        number = next(numbers)
-        rows = number, 30_000_000 - number
-        message = request(data, ["x1"], loss="r2", linear_scaling=True, correlation=True, rows=rows)
-        list(start(channel, message, "Evaluate", metadata=metadata))
-
-    return call
-
-
+#: Sums of as many tokens as a server allows, and of 500 parameters.
+LONGEST: Final = "+".join(f"x{1 + k % 2}" for k in range(9_999 // 2))
+WIDEST_FIT: Final = "+".join(f"p{k}*x{1 + k % 2}" for k in range(1, 501))
+#: A loss of 251 tokens.
+LONG_LOSS: Final = warpfit.LossFunction.parse("abs(d)" + "+abs(d)" * 49)
+SLOPES: Final = {"loss": "mse", "variable_gradient": True}
 ATTACKS: Final[dict[str, Attack]] = {
     **{f"H1 {kind} frames": frames(kind) for kind in FLOODS},
     "H2 headers that are no UTF-8": bad_headers,
-    "H4 gradients by 20,000 variables": repeated(wide_gradients, 2),
-    "H4 fits of 500 parameters": repeated(wide_fits, 2),
-    "H5 GetVariables of 65,536 names": repeated(many_names, 4),
-    "H5 uploads of headers": repeated(headers_only, 4),
+    # 160 MB from a request of 43 kB.
+    "H4 gradients by 20,000 variables": evaluations(2, (10, 20_000), ["x1"] * 1000, **SLOPES),
+    "H4 fits of 500 parameters": fits((1000, 2), WIDEST_FIT, 100, max_iterations=20),
+    "H5 GetVariables of 65,536 names": repeated(4, many_names),
+    "H5 uploads of headers": repeated(4, headers_only),
     "H6 silent calls": silent_streams,
     "H6 unread answers": unread_answers,
-    "H7 large answers": repeated(idle_memory, 6),
-    "H8 programs of 10,000 tokens": repeated(long_programs, 2),
+    # Of up to 64 MB, whose memory the server keeps.
+    "H7 large answers": evaluations(6, (100_000, 1), ["x1"] * 160, values=True),
+    "H8 programs of 10,000 tokens": evaluations(2, (1000, 2), [LONGEST] * 4, **SLOPES),
     "H13 idle connections of the health port": idle_connections,
     "A1 calls that are refused": refused_calls,
-    "A2 long losses over 1,000,000 rows": repeated(long_losses, 2),
-    "A3 fits on 20,000 variables": repeated(fits_of_many_variables, 2),
-    "A4 fits of 30,000,000 rows": repeated(fits_of_many_rows, 2),
-    "A5 row ranges that change": repeated(changing_rows, 2),
+    "A2 long losses over 1,000,000 rows": evaluations(
+        2, (1_000_000, 1), ["x1"] * 200, loss=LONG_LOSS
+    ),
+    "A3 fits on 20,000 variables": fits((1024, 20_000), max_iterations=1),
+    "A4 fits of 30,000,000 rows": fits((MANY_ROWS, 1), max_iterations=1, missing="drop"),
+    "A5 row ranges that change": repeated(2, changing_rows),
 }
 
 
@@ -375,7 +338,6 @@ def memory(server: ServerProcess) -> int:
 
 @contextmanager
 def served(*flags: str) -> Iterator[tuple[ServerProcess, Scene, Path]]:
-    """A server with tenants and a health port, and the file of its log."""
     with tempfile.TemporaryDirectory() as folder:
         path, tokens = token_file(Path(folder), *TENANTS)
         log = Path(folder) / "log"
@@ -385,7 +347,6 @@ def served(*flags: str) -> Iterator[tuple[ServerProcess, Scene, Path]]:
 
 
 def attacked(name: str, seconds: float) -> dict[str, Any]:
-    """Measure one attack on a fresh server."""
     with served() as (server, scene, log):
         innocent = Innocent(scene)
         innocent.measure(1)
@@ -420,12 +381,7 @@ def attacked(name: str, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each attack")
-    parser.add_argument("--only", default="", help="how the names of the attacks begin")
-    parser.add_argument("--name", default="attacks", help="of the result")
-    parser.add_argument("--folder", type=Path, help="of the result")
-    options = parser.parse_args()
+    options = arguments(__doc__, "attacks", seconds=8.0, only="")
     found: dict[str, Any] = {}
     with on_cores(set(sorted(os.sched_getaffinity(0))[:2])):
         for name in ATTACKS:

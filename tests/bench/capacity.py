@@ -1,15 +1,15 @@
 """Where a server saturates, and what a terabyte takes: arithmetic on the measured costs of a call.
 
-``run.py capacity`` reads other result files and writes results/capacity.json, of which `figures.py`
-makes the tables of deploy/capacity.md. A call evaluates 300 fresh expressions on 100,000 rows in
-fast mode and returns losses; costs are seconds and bytes.
+``run.py capacity`` reads other result files and writes capacity.json, of which `figures.py` makes
+the tables of deploy/capacity.md. A call evaluates 300 fresh expressions on 100,000 rows in fast
+mode and returns losses; costs are seconds and bytes.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from harness import SEED, save
+from harness import SEED, arguments, save
 from tables.layout import result
 
 #: Calls that are merged into one step: `warpfit_server.engine.cuda.engine` for an H200.
@@ -98,9 +98,9 @@ def terabyte(costs: dict[str, float]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    costs = measured()
+    options, costs = arguments(__doc__, "capacity"), measured()
     content = {"costs": costs, "bounds": bounds(costs), "terabyte": list(terabyte(costs))}
-    save("capacity", {"seed": SEED, **content})
+    save(options.name, {"seed": SEED, **content}, options.folder)
 
 
 if __name__ == "__main__":

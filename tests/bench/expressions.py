@@ -7,29 +7,24 @@ They are those of ``cpu/values``, one a line: random ones of 10 to 50 tokens ove
 parameters are constants here, so that any program can read them.
 """
 
-import argparse
 from pathlib import Path
+
+from harness import arguments
 
 from support.random_programs import thesis_mix
 
 FILE = Path(__file__).resolve().parents[1] / "data" / "expressions.txt"
 
 
-def lines(seed: int = 1, count: int = 300) -> list[str]:
+def lines(seed: int = 1) -> list[str]:
     """Return expressions as text with all digits of their constants."""
-    drawn = zip(*thesis_mix(seed, count), strict=True)
+    drawn = zip(*thesis_mix(seed), strict=True)
     return [str(program.bind(parameters)) for program, parameters in drawn]
 
 
 def main() -> None:
-    """Write the file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--out", type=Path, default=FILE)
-    options = parser.parse_args()
-    options.out.write_text("\n".join(lines(options.seed, options.count)) + "\n")
-    print(f"{options.count} expressions of seed {options.seed} are in {options.out}")
+    options = arguments(__doc__, FILE.stem, seed=1, out=FILE)
+    options.out.write_text("\n".join(lines(options.seed)) + "\n")
 
 
 if __name__ == "__main__":

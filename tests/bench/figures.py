@@ -8,22 +8,18 @@
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from functools import reduce
+from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
 
 from tables import operators
-from tables.capacity import CAPACITY
-from tables.faults import FAULTS
-from tables.gpu import GPU
-from tables.laws import course_plot, laws, laws_rows
 from tables.layout import RESULTS, result, select, table
+from tables.plots import course_plot, generation_plot
 from tables.reference import reference_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +42,6 @@ _BLOCK = re.compile(
 
 
 def front_page() -> Iterator[str]:
-    """Figures with that of a peer in the same row."""
     service = result("gpu_service_h100")
     ours = service["one client"]["fresh 300 x 100000"]
     theirs = service["EvoGP"]["300 x 100000"]
@@ -81,102 +76,10 @@ pyoperon: {fits["fits_per_second"]["pyoperon"]:,.0f} a second | {fitted} |
 pyoperon: {medians[1]}; linear regression: {linear:.3f} | {public} |"""
 
 
-def generation_times() -> list[tuple[str, float]]:
-    """Seconds of one generation, 300 expressions x 100,000 rows, by who evaluates it."""
-    service = result("gpu_service_h100")
-    processors, evogp = service["CPU"], service["EvoGP"]["300 x 100000"]
-    names = {
-        "NumPy, 1 CPU core": processors["NumPy, one core"],
-        f"pyoperon, {processors['cores']} CPU cores": processors["pyoperon, all cores"],
-        f"warpfit, {processors['cores']} CPU cores": processors["warpfit, all cores"],
-        "EvoGP, H100": evogp,
-        "warpfit, H100": service["one client"]["fresh 300 x 100000"],
-    }
-    return [(name, case["p50_ms"] / 1e3) for name, case in names.items()]
-
-
-def gpu_rates() -> list[tuple[str, list[float]]]:
-    """Calls a second of each run that 128 workers make, by the machine and its GPUs in use."""
-    rates: dict[str, list[float]] = {}
-    four = {"0": "warpfit, 1 of 4 H200", "0,1,2,3": "warpfit, 4 H200"}
-    for name, settings in (
-        ("devices", {"0": "warpfit, 1 of 2 H200", "0,1": "warpfit, 2 H200"}),
-        ("devices_four_gpus", four),
-    ):
-        (case,) = select(result(name)["sustained"], programs=300, rows=100_000, workers=128)
-        for setting, gpus in settings.items():
-            runs = [each["calls_per_second"] for each in case["servers"][setting]]
-            rates.setdefault(gpus, []).extend(runs)
-    return list(rates.items())
-
-
-def plot() -> str:
-    """Draw the times of a generation on a logarithmic axis, and the rates of GPUs below; SVG."""
-    times, rates, left, step, width = generation_times(), gpu_rates(), 190, 34, 420
-    below = step * len(times) + 70
-    height = below + step * len(rates) + 64
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{height}" '
-        'font-family="sans-serif" font-size="13">',
-        f'<rect width="720" height="{height}" fill="white"/>',
-    ]
-
-    def panel(
-        top: int,
-        bars: list[tuple[str, float, str]],
-        ticks: dict[float, str],
-        place: Callable[[float], float],
-        note: str,
-    ) -> None:
-        """Draw named bars with a label each between lines of an axis."""
-        bottom = top + step * len(bars)
-        for tick, label in ticks.items():
-            x = left + width * place(tick)
-            parts.append(
-                f'<line x1="{x:.0f}" y1="{top}" x2="{x:.0f}" y2="{bottom + 4}" stroke="#ccc"/>'
-            )
-            text = f'<text x="{x:.0f}" y="{bottom + 20}" text-anchor="middle">{label}</text>'
-            parts.append(text)
-        for index, (name, value, label) in enumerate(bars):
-            y, end = top + 4 + step * index, width * place(value)
-            colour = "#2b6cb0" if name.startswith("warpfit") else "#a0aec0"
-            parts.extend(
-                [
-                    f'<text x="{left - 8}" y="{y + 16}" text-anchor="end">{name}</text>',
-                    f'<rect x="{left}" y="{y}" width="{end:.0f}" height="22" fill="{colour}"/>',
-                    f'<text x="{left + end + 6:.0f}" y="{y + 16}">{label}</text>',
-                ]
-            )
-        parts.append(f'<text x="8" y="{bottom + 40}" fill="#555">{note}</text>')
-
-    least, greatest = 1e-3, 1.0
-    panel(
-        8,
-        [(name, seconds, f"{1e3 * seconds:,.1f} ms") for name, seconds in times],
-        {1e-3: "1 ms", 1e-2: "10 ms", 1e-1: "100 ms", 1.0: "1 s"},
-        lambda seconds: math.log(seconds / least) / math.log(greatest / least),
-        "300 expressions, 100,000 rows, losses; the other libraries in the worker's own process",
-    )
-    most = max(max(runs) for _, runs in rates)
-    bars = []
-    for name, runs in rates:
-        span = f" ({min(runs):,.0f} to {max(runs):,.0f})" if len(runs) > 1 else ""
-        bars.append((name, statistics.median(runs), f"{statistics.median(runs):,.0f}{span}"))
-    panel(
-        below,
-        bars,
-        {rate: f"{rate:,}/s" for rate in range(0, int(most), 5000)},
-        lambda rate: 0.8 * rate / most,
-        "such calls a second, 128 workers on the server's 32 and 64 cores: median (range of runs)",
-    )
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
 # ------------------------------------------------------------------------- the CPU engine, fits
 
 
 def cpu_engine() -> Iterator[str]:
-    """Values of all rows beside pyoperon."""
     rows = []
     for case in result("cpu_vs_pyoperon")["cases"]:
         rates, times = case["giga_token_rows_per_second"], case["times_pyoperon"]
@@ -190,7 +93,6 @@ def cpu_engine() -> Iterator[str]:
 
 
 def fits() -> Iterator[str]:
-    """Fits beside pyoperon's, and what derivatives cost."""
     document, rows = result("fit"), []
     for case in document["cases"]:
         rates, losses = case["fits_per_second"], case["final_loss"]["warpfit precise"]
@@ -219,7 +121,6 @@ def searches() -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 def found_equations() -> Iterator[str]:
-    """Equations of SRBench's ground-truth tracks that searches find."""
     found = searches()
     ours, theirs = (found["feynman", 0.0, method] for method in ("warpfit", "pyoperon"))
     noisy = found["feynman", 0.01, "warpfit"]
@@ -230,6 +131,36 @@ def found_equations() -> Iterator[str]:
         f"pyoperon {theirs['solved']} ({theirs['accurate']}); with noise of 1% `SymbolicRegressor` "
         f"{noisy['solved']} ({noisy['accurate']}). Of 14 Strogatz equations {others[0]} and "
         f"{others[1]}."
+    )
+
+
+def laws() -> Iterator[str]:
+    gpu, own, cpu = (result(f"search_laws_{name}") for name in ("gpu", "gpu_own", "cpu"))
+    cores, half = own["machine"]["cores"], cpu["median_seconds_until_found"]
+    yield (
+        f"On one H200 {gpu['found']} of {gpu['searches']} searches of {gpu['seconds']:.0f} s found "
+        f"the law, half of all within {gpu['median_seconds_until_found']:.1f} s, at "
+        f"{gpu['formulas_per_second'] / 1e6:.0f} million\nformulas a second. Of eight further "
+        f"laws, to which nothing was tuned, {own['found']} were found in {own['seconds']:.0f} s, "
+        f"by pyoperon with the same operators,\nlength and time on {cores} cores "
+        f"{own['found_by_pyoperon']}. On two cores {cpu['found']} of {cpu['searches']} searches "
+        f"of {cpu['seconds']:.0f} s found the law,\nhalf of all within {half:.1f} s; pyoperon "
+        f"{cpu['found_by_pyoperon']}."
+    )
+
+
+def laws_rows() -> str:
+    own, cpu = result("search_laws_gpu_own"), result("search_laws_cpu")
+    what = "laws of 4 to 7 variables among 10 found, noise of 2%"
+    return "\n".join(
+        f"| {what}, {document['seconds']:.0f} s, {where} | {document['found']} of "
+        f"{document['searches']} | pyoperon{host}: {document['found_by_pyoperon']} of "
+        f"{document['searches']} | [`{document['benchmark']}.json`]"
+        f"(tests/bench/results/{document['benchmark']}.json) |"
+        for document, where, host in (
+            (cpu, "two cores", ""),
+            (own, "one H200", " on its host's cores"),
+        )
     )
 
 
@@ -260,7 +191,6 @@ def three_columns() -> Iterator[str]:
 
 
 def srbench_2025() -> Iterator[str]:
-    """Runs of SRBench's protocol of 2025 beside what is published."""
     document, rows = result("srbench_2025"), []
     for name in dict.fromkeys(run["data"] for run in document["runs"]):
         runs = [run for run in document["runs"] if run["data"] == name]
@@ -281,7 +211,6 @@ def srbench_2025() -> Iterator[str]:
 
 
 def noisy_tables() -> Iterator[str]:
-    """Searches on public tables with noise."""
     rows = []
     document = result("tables_two_cores")
     cores = document["machine"]["cores"]
@@ -294,7 +223,6 @@ def noisy_tables() -> Iterator[str]:
 
 
 def skeletons() -> Iterator[str]:
-    """Skeletons whose constants are found in the time."""
     rows, methods = [], ["warpfit", "least_squares", "bfgs", "pyoperon"]
     settings = {name: each for name, each in result("skeletons").items() if ", noise" in name}
     for name, counts in settings.items():
@@ -311,7 +239,6 @@ def skeletons() -> Iterator[str]:
 
 
 def service() -> Iterator[str]:
-    """What a call costs around the engine, on two shared cores."""
     cost, document = result("call_cost"), result("service")
     client, server = cost["client_us"], cost["server_us"]
     overhead = document["evaluate_300_fresh_1000_rows_loss"]["overhead_p50_ms"]
@@ -331,7 +258,6 @@ def service() -> Iterator[str]:
 
 
 def transport() -> Iterator[str]:
-    """Matrices between processes of one machine, and what bounds them."""
     documents, rows = [result(name) for name in ("transport", "transport_16_cores")], []
     for title, *path in (
         ("copying memory", "bounds", "memory_copy"),
@@ -366,7 +292,6 @@ def kernel_times() -> dict[tuple[str, str], dict[int, tuple[float, float]]]:
 
 
 def device() -> Iterator[str]:
-    """Times of the kernels alone, and of compiling and lowering."""
     rows = []
     for (way, mode), times in kernel_times().items():
         cells = (times[count] for count in (10**4, 10**5, 10**6))
@@ -387,7 +312,6 @@ def device() -> Iterator[str]:
 
 
 def gpu_devices() -> Iterator[str]:
-    """Two and four GPUs, and two engines on one, against one engine."""
     two, shared = result("devices"), result("devices_one_gpu")
     four, encoded = result("devices_four_gpus"), result("devices_four_gpus_encoded")
     lost = four["loss of an engine"]["0,1,2,3"]
@@ -449,7 +373,6 @@ def gpu_devices() -> Iterator[str]:
 
 
 def gpu_streaming() -> Iterator[str]:
-    """A data set that is larger than the memory of the device."""
     rows = {}
     names = {"compiled": "losses, compiled", "gradients": "losses and gradients"}
     for document in (result("gpu_streaming_kinds"), result("gpu_streaming")):
@@ -461,26 +384,233 @@ def gpu_streaming() -> Iterator[str]:
     yield from table("what | seconds | bound | share of the bound", rows.values())
 
 
-# ------------------------------------------------------------------------------------- writing
+def gpu_derivatives() -> Iterator[str]:
+    times = {
+        (case["mode"], case["rows"]): case["gradient_us"]
+        for case in result("gpu_derivatives_h100")["results"]
+    }
+    rows = [
+        mode + "".join(f" | {times[mode, rows]:,.0f} us" for rows in (10**4, 10**5, 10**6))
+        for mode in dict.fromkeys(mode for mode, _ in times)
+    ]
+    header = "300 expressions, losses and gradients | 10,000 rows | 100,000 rows | 1,000,000 rows"
+    yield from table(header, rows)
+
+
+#: Calls of one client by the title of a row.
+_CALLS = {
+    "300 expressions, 1,000 rows": "fresh 300 x 1000",
+    "300 expressions, 100,000 rows": "fresh 300 x 100000",
+    "300 expressions, 1,000,000 rows": "fresh 300 x 1000000",
+    "5,000 expressions, 1,000 rows": "fresh 5000 x 1000",
+    "5,000 expressions, 10,000 rows": "fresh 5000 x 10000",
+    "50,000 expressions, 1,000 rows": "fresh 50000 x 1000",
+    "loss and gradient, 300 expressions, 100,000 rows": "fresh 300 x 100000, gradient",
+    "300 expressions that repeat, 100,000 rows": "repeated auto",
+}
+
+
+def gpu_service(*names: str) -> Iterator[str]:
+    """Calls of one client through gRPC on each machine, and many clients."""
+    documents, rows = [result(name) for name in names], []
+    for title, case in _CALLS.items():
+        row = title
+        for document in documents:
+            found = document["one client"][case]
+            peer = document["EvoGP"].get(case.removeprefix("fresh "))
+            theirs = f"{peer['p50_ms']:.1f} ms" if peer else ""
+            row += f" | {found['p50_ms']:.1f} ms, {found['p99_ms']:.1f} ms | {theirs}"
+        rows.append(row)
+    columns = " | median, 99th percentile | EvoGP, median" * len(documents)
+    yield from table(f"one client{columns}", rows)
+    yield ""
+    for cases in zip(*(document["sustained"] for document in documents), strict=True):
+        several = " and ".join(
+            f"{case['token_rows_per_second'] / 1e12:.2f} Ttok/s, answers within "
+            f"{case['p99_ms']:.1f} ms (99th percentile)"
+            for case in cases
+        )
+        yield f"{cases[0]['workers']} workers together: {several}."
+
+
+def proposals() -> Iterator[str]:
+    rows = []
+    for where, name in (("two cores", "proposals"), ("H100, 16 cores", "proposals_gpu")):
+        cases = result(name)["cases"].values()
+        rates = (f" | {case['skeletons_per_second']:,.0f}" for case in cases)
+        rows.append(where + "".join(rates))
+    yield from table("skeletons a second | 1,000 rows | 100,000 rows", rows)
+
+
+# ------------------------------------------------------------------------ overload, faults, attacks
+
+
+def overload() -> Iterator[str]:
+    """Ten times the calls that a server can answer, and a greedy tenant beside a modest one."""
+    rows = []
+    for name, machine in (
+        ("guard_present", "2 slower cores, CPU engine, the present version"),
+        ("guard_loop", "2 cores, CPU engine, the present loop, an earlier version"),
+        ("guard", "2 cores, CPU engine, the loop before"),
+        ("guard_16_cores_loop", "16 cores, CPU engine, the present loop, an earlier version"),
+        ("guard_16_cores", "16 cores, CPU engine, the loop before"),
+        ("guard_cuda", "16 cores, H200, the present loop, an earlier version"),
+    ):
+        document = result(name)
+        over = document["ten_times_overload"]
+        ratios = (f"{case['p99_ratio']:.1f}" for case in document["greedy_tenant"].values())
+        refused = over["refused_as_one_client_saw_it"]["p99_ms"]
+        rows.append(
+            f"{machine} | {over['peak_calls_per_second']:.0f} | {over['goodput_of_peak']:.2f} | "
+            f"{refused:.1f} ms | {', '.join(ratios)}"
+        )
+    head = "machine | answers a second at the peak | share of it at overload | refusal, p99"
+    yield from table(f"{head} | the modest tenant's p99, times that alone", rows)
+
+
+def faults() -> Iterator[str]:
+    found = result("faults")["faults"]
+    soak, fuzz = result("soak"), result("fuzz")
+    kill, two, stop = (
+        found[f"engine_{name}"] for name in ("sigkill", "sigkill_two_front_ends", "sigstop")
+    )
+    restart, term = found["server_sigkill"], found["sigterm"]
+    calls = sum(soak["soak"]["calls"].values())
+    grown = max(part["private_mib"] for part in fuzz["growth_after_half"].values())
+
+    def seen(fault: Any) -> str:
+        return f"{fault['wrong_answers']}, {fault['failures_after_retry']}"
+
+    def silent(fault: Any) -> str:
+        median, most = (fault[f"seconds_without_answers_{which}"] for which in ("median", "max"))
+        return f"no answers for {median:.1f} s at the median, {most:.1f} s at most"
+
+    lost, frozen = (found[f"one_of_three_servers_{name}"] for name in ("sigkill", "sigstop"))
+    rolling = found["three_servers_rolling_restart"]
+
+    def gap(fault: Any) -> str:
+        return f"a client waits {fault['client_gap_seconds_max']:.1f} s at most"
+
+    yield f"""\
+| fault | wrong answers, failed calls | measured |
+|---|---|---|
+| engine SIGKILL, {kill["kills"]} times, 8 clients | {seen(kill)} | {silent(kill)} |
+| the same with two front-end processes | {seen(two)} | {silent(two)} |
+| engine SIGSTOP, {stop["stops"]} times | {seen(stop)} | \
+not ready after {stop["seconds_until_unready_max"]:.1f} s at most, \
+replaced after {stop["seconds_until_replaced_median"]:.1f} s |
+| server SIGKILL and restart, {restart["kills"]} times | {seen(restart)} | {silent(restart)} |
+| SIGTERM and restart, {term["stops"]} times | {seen(term)} | \
+stopped after {term["seconds_to_stop_max"]:.1f} s at most |
+| one of three servers SIGKILL, {lost["kills"]} times | {seen(lost)} | {gap(lost)} |
+| one of three servers SIGSTOP, {frozen["stops"]} times | {seen(frozen)} | {gap(frozen)} |
+| rolling restart of three servers, {rolling["restarts"]} restarts | {seen(rolling)} | \
+the longest call takes {rolling["longest_call_seconds"]:.1f} s |
+| {soak["minutes"]:.0f} minutes of mixed load, {calls:,} calls | \
+{soak["soak"]["engine_restarts"]} restarts | \
+memory grew by {soak["soak"]["growth"]["memory_bytes"] / 1e6:.0f} MB |
+| {fuzz["requests"]:,} fuzzed requests | {fuzz["crashes"]} crashes, {fuzz["internal"]} INTERNAL | \
+memory grew by {grown:.1f} MiB in the second half |"""
+
+
+def faults_ray() -> Iterator[str]:
+    """Faults of a Ray cluster of three nodes, and what clients of its servers see of them."""
+    found = result("faults_ray")["faults"]
+    rows = []
+    for title, name in (
+        ("a server SIGKILL", "server_sigkill"),
+        ("a node SIGKILL, with all that runs on it", "node_sigkill"),
+        ("`warpfit ray restart`", "rolling_restart"),
+    ):
+        case = found[name]
+        wrong = f"{case['wrong_answers']}, {case['failures_after_retry']}"
+        gap = f"{case['client_gap_seconds_max']:.2f} s"
+        rows.append(f"{title}, {case['faults']} times | {wrong} | {gap}")
+    head = "three nodes, 4 clients | wrong answers, failed calls | longest gap of a client"
+    yield from table(head, rows)
+    searched = found["search_while_a_worker_a_server_and_a_node_are_killed"]
+    same = "the same formulas as" if searched["same_formulas"] else "other formulas than"
+    yield ""
+    yield (
+        "A search by `client/examples/islands_on_ray.py` during which a worker, a server and a "
+        f"node were killed found\n{same} one that nothing disturbed, after "
+        f"{searched['seconds']:.0f} instead of {searched['seconds_undisturbed']:.0f} s."
+    )
+
+
+def attacks() -> Iterator[str]:
+    """Times of an innocent tenant's calls, alone and while others attack the server."""
+    found = {name: case for name, case in result("attacks")["attacks"].items() if "alone" in case}
+
+    def row(name: str, case: Any) -> str:
+        times = [case[when] for when in ("alone", "under_attack")]
+        each = [f"{time['p50_ms']:.0f} / {time['p99_ms']:.0f}" for time in times]
+        wrong, failed = (sum(time[what] for time in times) for what in ("wrong", "failed"))
+        return f"{name} | {' | '.join(each)} | {times[1]['max_ms']:.0f} | {wrong}, {failed}"
+
+    head = "attack | alone, p50 / p99 in ms | attacked | longest | wrong answers, failed calls"
+    yield from table(head, (row(name.split(" ", 1)[1], case) for name, case in found.items()))
+
+
+# ------------------------------------------------------------------------------------- capacity
+
+
+def capacity_costs() -> Iterator[str]:
+    """Costs of a call, and the rate at which a server with one GPU saturates."""
+    document = result("capacity")
+    costs, most = document["costs"], document["bounds"]
+    micro = {
+        name: f"{value * 1e6:.0f} us"
+        for name, value in (costs | {"network": most["network"]}).items()
+    }
+    rate = {name: f"{1 / seconds:,.0f}" for name, seconds in most.items()}
+    yield f"""\
+| resource | a call takes | measured in | most calls a second, all busy |
+|---|---|---|---|
+| worker's processor | {micro["client"]} | `call_cost.json` |  |
+| 16 cores of the server | {micro["front_end"]}, {costs["busy"]} times that when all are busy | \
+`gpu_service.json`: what is left of the latency | {rate["cores"]} |
+| engine process | {micro["step"]} a step, {micro["request"]} a call | `gpu_service.json` | \
+{rate["engine process"]} |
+| device | {micro["launch"]} a step, {micro["device"]} a call | \
+`gpu_service.json`, `gpu_interpreter.json` | {rate["device"]} |
+| network, 25 Gbit/s | {micro["network"]} for {costs["request_bytes"] / 1e3:.0f} kB | \
+`call_cost.json`; the rate is assumed | {rate["network"]} |"""
+
+
+def capacity_terabyte() -> Iterator[str]:
+    cases, rows = result("capacity")["terabyte"], []
+    for case in cases:
+        streamed = "" if case["resident"] else ": streamed"
+        rows.append(
+            f"{case['gpus']:,} | {case['bytes_for_each_gpu'] / 1e9:,.0f} GB{streamed} | "
+            f"{case['kernels_seconds']:.2f} s | {case['gathering_seconds'] * 1e3:.0f} ms | "
+            f"{case['reload_of_one_gpu_seconds']:.1f} s"
+        )
+    head = "GPUs | each holds | 300 expressions: kernels | sending and gathering"
+    yield from table(f"{head} | reload of a lost share, 25 Gbit/s", rows)
+    yield ""
+    yield (
+        f"One client uploads it in {cases[0]['upload_by_one_client_seconds'] / 60:.0f} minutes at "
+        "the rate of `transport_16_cores.json`."
+    )
+
+
+# -------------------------------------------------------------------------------------- writing
+
 
 FIGURES: dict[str, Callable[[], Iterator[str]]] = {
     function.__name__: function
     for function in (
-        *(
-            front_page,
-            cpu_engine,
-            fits,
-            found_equations,
-            three_columns,
-            srbench_2025,
-            noisy_tables,
-            skeletons,
-            laws,
-        ),
-        *(service, transport),
-        *(device, gpu_devices, gpu_streaming, *FAULTS, *CAPACITY),
+        *(front_page, cpu_engine, fits, found_equations, three_columns, srbench_2025),
+        *(noisy_tables, skeletons, laws, service, transport, device, gpu_devices, gpu_streaming),
+        *(gpu_derivatives, proposals, overload, faults, faults_ray, attacks),
+        *(capacity_costs, capacity_terabyte),
     )
-} | GPU
+} | {
+    "gpu_service": partial(gpu_service, "gpu_service"),
+    "gpu_service_h100": partial(gpu_service, "gpu_service_h100", "gpu_service_h100_second"),
+}
 
 
 def page(text: str) -> str:
@@ -493,9 +623,8 @@ def page(text: str) -> str:
 
 
 def outputs() -> dict[Path, str]:
-    """Return every generated file with its text."""
     found = {ROOT / name: page((ROOT / name).read_text()) for name in PAGES}
-    found[RESULTS / "generation.svg"] = plot()
+    found[RESULTS / "generation.svg"] = generation_plot()
     found[RESULTS / "search_course.svg"] = course_plot()
     found[ROOT / "client" / "OPERATORS.md"] = operators.operator_page()
     if sys.version_info >= (3, 12):  # before, typed dictionaries do not tell their bases
@@ -504,7 +633,6 @@ def outputs() -> dict[Path, str]:
 
 
 def main() -> int:
-    """Write what is out of date, or name it."""
     stale = {
         path: text
         for path, text in outputs().items()

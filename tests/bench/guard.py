@@ -1,21 +1,18 @@
 """How the server treats too much work: ten times overload, and a greedy tenant beside a modest one.
 
-``python tests/bench/guard.py`` starts servers on loopback and writes results/guard.json, with
-``--engine cuda`` results/guard_cuda.json; ``--name`` says otherwise. With ``--seconds 4`` it takes
-some 150 s. Load comes from processes of their own. Against overload, server and generator have
-cores of their own, so that the generator takes nothing of the server's at the peak and at ten times
-that, and the same processes call in both. With a greedy tenant all share all cores. Ratios compare
-figures of one run, measured in turn.
+``run.py guard`` starts servers on loopback and writes guard.json, with ``--engine cuda``
+guard_cuda.json. With ``--seconds 4`` of each phase it takes some 150 s. Load comes from processes
+of their own. Against overload, server and generator have cores of their own, so that the generator
+takes nothing of the server's at the peak and at ten times that, and the same processes call in
+both. With a greedy tenant all share all cores. Ratios compare figures of one run, measured in turn.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import SEED, ServerProcess, percentiles, save
+from harness import SEED, ServerProcess, arguments, percentiles, save
 
 import warpfit
 from support.load.callers import (
@@ -39,7 +36,7 @@ from support.load.callers import (
     closed_loop,
     on_cores,
 )
-from support.load.processes import beside
+from support.load.processes import beside, in_threads
 from support.random_programs import thesis_mix
 from support.servers.server import tenants_file, token_file
 from warpfit import codec
@@ -127,7 +124,7 @@ def prepared(address: str, token: str, job: Job, number: int = 0) -> Target:
 def _flood(targets: list[Target], count: int, turn: Any, stop: Any) -> None:
     """Process: closed loops of ``count`` threads in each turn, until told to stop."""
 
-    def work() -> None:
+    def work(_: int) -> None:
         caller = Caller(targets[0])
         while not stop.is_set():
             if turn.value == _PAUSE:
@@ -136,21 +133,15 @@ def _flood(targets: list[Target], count: int, turn: Any, stop: Any) -> None:
             caller.aim(targets[turn.value])
             time.sleep(caller.call()[1])
 
-    threads = [threading.Thread(target=work) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with in_threads(work, range(count)):
+        pass
 
 
 def milliseconds(seconds: list[float]) -> dict[str, float]:
     if not seconds:
         return {"calls": 0}
-    return {
-        "calls": len(seconds),
-        **percentiles(seconds, 2),
-        "max_ms": round(1e3 * max(seconds), 2),
-    }
+    most = round(1e3 * max(seconds), 2)
+    return {"calls": len(seconds), **percentiles(seconds, 2), "max_ms": most}
 
 
 def greedy(address: str, tokens: dict[str, str], asked: Work, seconds: float) -> dict[str, Any]:
@@ -220,12 +211,10 @@ class Account:
 
     @property
     def answered(self) -> float:
-        """Answers a second."""
         return self._rate(outcome for outcome in self.outcomes if outcome.status == "OK")
 
     @property
     def called(self) -> float:
-        """Calls a second."""
         return self._rate(self.outcomes)
 
     def _rate(self, outcomes: Iterable[Outcome]) -> float:
@@ -298,7 +287,6 @@ def overloaded(engine: str, asked: Work, seconds: float) -> dict[str, Any]:
 def server(
     engine: str, *flags: str, limits: str = ""
 ) -> Iterator[tuple[ServerProcess, dict[str, str]]]:
-    """A server with two tenants: the process, and their tokens."""
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         path, tokens = token_file(folder, "victim", "greedy")
@@ -308,11 +296,7 @@ def server(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each phase, about")
-    parser.add_argument("--engine", choices=tuple(WORK), default="cpu")
-    parser.add_argument("--name", default="", help="of the result")
-    options = parser.parse_args()
+    options = arguments(__doc__, "", seconds=15.0, engine="cpu")
     sys.setswitchinterval(TURN_SECONDS)
     asked = WORK[options.engine]
     busy = round(os.getloadavg()[0], 1)  # other programs of the machine slow everything down
@@ -328,7 +312,7 @@ def main() -> None:
         "ten_times_overload": too_much,
     }
     usual = "guard" if options.engine == "cpu" else f"guard_{options.engine}"
-    save(options.name or usual, content)
+    save(options.name or usual, content, options.folder)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""What the benchmark programs share: timing in turns, evaluations of an engine, and result files.
+"""What the benchmark programs share: flags, servers, timing in turns, and result files.
 
 Importing it makes ``support`` importable. ``python tests/bench/run.py`` lists the programs.
 """
 
+import argparse
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -12,7 +14,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import warpfit
 from support.servers.server import ServerProcess
 from warpfit.dataset import Dataset
 from warpfit.request import Evaluation, Precision
@@ -43,25 +48,68 @@ MODES = {
 }
 
 
-def seconds_of(action: Callable[[], object], rounds: int, *, warm_up: int = 0) -> list[float]:
-    """Return the wall time of each round, without those that warm up."""
+def arguments(document: str | None, name: str, words: str = "", **flags: Any) -> Any:
+    """Read the command line of a program whose docstring is ``document``; return its flags.
+
+    Each keyword is a flag with its default: a tuple has several values, False is a switch, and a
+    type is that of a value that is None unless it is given. Arguments without a flag are a list
+    that ``words`` names. Every program has ``--name`` and ``--folder`` of its result.
+    """
+    parser = argparse.ArgumentParser(
+        description=document, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if words:
+        parser.add_argument(words, nargs="*")
+    for flag, default in {"name": name, "folder": RESULTS, **flags}.items():
+        given: dict[str, Any] = {"default": default, "type": type(default)}
+        if isinstance(default, bool):
+            given = {"action": "store_true"}
+        elif isinstance(default, type):
+            given = {"type": default}
+        elif isinstance(default, tuple):
+            given |= {"nargs": "+", "type": type(default[0]) if default else str}
+        elif isinstance(default, Path):
+            given["type"] = Path
+        parser.add_argument(f"--{flag.replace('_', '-')}", **given)
+    return parser.parse_args()
+
+
+@contextmanager
+def connected(
+    *flags: str, devices: str = "cpu", **environment: Any
+) -> Iterator[tuple[ServerProcess, warpfit.Client]]:
+    """Start a server on loopback, and connect a client to it."""
+    with (
+        ServerProcess(*flags, devices=devices, **environment) as server,
+        warpfit.connect(server.address) as client,
+    ):
+        yield server, client
+
+
+def seconds_of(
+    action: Callable[[], object],
+    rounds: int,
+    *,
+    warm_up: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Return the time of each round, without those that warm up."""
     times = []
     for _ in range(warm_up + rounds):
-        started = time.perf_counter()
+        started = clock()
         action()
-        times.append(time.perf_counter() - started)
+        times.append(clock() - started)
     return times[warm_up:]
 
 
-def median_seconds(action: Callable[[], object], rounds: int, *, warm_up: int = 0) -> float:
-    """Return the median wall time of some rounds."""
-    return statistics.median(seconds_of(action, rounds, warm_up=warm_up))
-
-
 def medians_in_turn(
-    cases: Mapping[str, Callable[[], object]], *, rounds: int = 5, seconds: float = 0.0
+    cases: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int = 5,
+    seconds: float = 0.0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Return the median wall time of each case, repetitions interleaved.
+    """Return the median time of each case, repetitions interleaved.
 
     Other load on the machine so meets all of them alike. Each case warms up once, and runs for at
     least ``rounds`` times and, with the others, for ``seconds``.
@@ -72,7 +120,7 @@ def medians_in_turn(
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or min(map(len, times.values())) < rounds:
         for name, run in cases.items():
-            times[name] += seconds_of(run, 1)
+            times[name] += seconds_of(run, 1, clock=clock)
     return {name: statistics.median(series) for name, series in times.items()}
 
 
@@ -81,6 +129,22 @@ def percentiles(seconds: Sequence[float], digits: int = 3) -> dict[str, float]:
     quantiles = (50, 90, 99)
     found = np.percentile(np.array(seconds) * 1e3, quantiles).tolist()
     return {f"p{q}_ms": round(ms, digits) for q, ms in zip(quantiles, found, strict=True)}
+
+
+def worker_pool(
+    processes: int, threads: int, begin: Callable[..., None], *given: Any
+) -> ProcessPoolExecutor:
+    """Make processes that call ``begin`` first, with a queue of their numbers and what is given.
+
+    Libraries of linear algebra take so many threads: waiting ones would count as time.
+    """
+    for library in ("OPENBLAS", "OMP", "MKL"):
+        os.environ[f"{library}_NUM_THREADS"] = str(threads)
+    context = multiprocessing.get_context("spawn")
+    places = context.Queue()
+    for place in range(processes):
+        places.put(place)
+    return ProcessPoolExecutor(processes, context, begin, (places, *given))
 
 
 def precompile() -> None:
@@ -117,15 +181,10 @@ def outputs_of(evaluation: Evaluation, values: Any = None) -> Outputs:
     )
 
 
-def save(name: str, content: dict[str, Any], directory: Path | None = None) -> None:
-    """Write the result into ``directory``, by default among the results, and print it."""
-    print(write_result(name, content, directory or RESULTS).read_text())
-
-
-def write_result(name: str, content: dict[str, Any], directory: Path = RESULTS) -> Path:
-    """Write ``<name>.json`` with ``content``, machine and versions; return its path."""
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{name}.json"
+def save(name: str, content: dict[str, Any], folder: Path = RESULTS, *, show: bool = True) -> None:
+    """Write ``<name>.json`` with ``content``, machine and versions, and print it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
     document = {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -134,7 +193,8 @@ def write_result(name: str, content: dict[str, Any], directory: Path = RESULTS) 
         **content,
     }
     path.write_text(json.dumps(document, indent=2) + "\n")
-    return path
+    if show:
+        print(path.read_text())
 
 
 def machine() -> dict[str, Any]:
@@ -154,7 +214,6 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that matter."""
     installed = {found.name.lower(): found.version for found in distributions()}
     names = (name for name in _PACKAGES if name in installed)
     return {"python": platform.python_version(), **{str(n): installed[n] for n in names}}

@@ -43,13 +43,10 @@ class NumpyPeer:
     """NumPy in float32: the definitions of the operators, one array operation each."""
 
     def __init__(self, table: Table, threads: int) -> None:
-        """Keep the columns contiguous."""
         self._columns = np.ascontiguousarray(table.X.T)
         self._target = table.y
 
     def prepare(self, programs: list[Program]) -> Job:
-        """Nothing is translated."""
-
         @np.errstate(all="ignore")
         def run() -> list[Any]:
             found = (self._value(self._columns, program) for program in programs)
@@ -73,7 +70,6 @@ class PyoperonPeer:
     """pyoperon's ``EvaluateTrees`` in float32 on all threads."""
 
     def __init__(self, table: Table, threads: int) -> None:
-        """Keep the array alive, which `pyoperon.Dataset` does not."""
         import pyoperon
 
         self._pyoperon = pyoperon
@@ -83,7 +79,6 @@ class PyoperonPeer:
         self._hashes = {v.Name: v.Hash for v in self._dataset.Variables}
 
     def prepare(self, programs: list[Program]) -> Job:
-        """Build trees with its own parser."""
         parse, names = self._pyoperon.InfixParser.Parse, list(self._hashes)
         trees = [parse(to_operon_infix(p, names), self._hashes) for p in programs]
         rows = self._pyoperon.Range(0, len(self._array))
@@ -94,6 +89,17 @@ class PyoperonPeer:
             return out[:, :first]
 
         return Job(lambda: values(0), values)
+
+
+def operon_search(symbols: str, seconds: float, seed: int, threads: int, length: int = 40) -> Any:
+    """Make pyoperon's own estimator, which searches for a time."""
+    from pyoperon.sklearn import SymbolicRegressor
+
+    return SymbolicRegressor(
+        allowed_symbols=symbols, optimizer_iterations=5, max_length=length, generations=10**6,
+        max_evaluations=10**9, max_time=max(1, round(seconds)), n_threads=threads,
+        random_state=seed,
+    )  # fmt: skip
 
 
 class OperonFits:
@@ -135,7 +141,6 @@ class OperonFits:
         return tree, order
 
     def fit(self, trees: list[Any]) -> list[NDArray[np.float64]]:
-        """Fit trees one by one; return their coefficients."""
         search = self._pyoperon.CoefficientOptimizer(self._optimizer)
         random = self._pyoperon.RandomGenerator(1)
         return [np.array(search(random, tree)[0].GetCoefficients(), float) for tree in trees]
@@ -152,7 +157,6 @@ class EvogpPeer:
     """
 
     def __init__(self, table: Table, threads: int) -> None:
-        """Copy the data to the device."""
         import torch
 
         self._torch = torch
@@ -160,7 +164,6 @@ class EvogpPeer:
         self._y = torch.from_numpy(table.y[:, None].copy()).cuda()
 
     def prepare(self, programs: list[Program]) -> Job:
-        """Translate to its three tensors."""
         from evogp.tree import Forest
 
         table = np.zeros((3, len(programs), max(map(len, programs))))

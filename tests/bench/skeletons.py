@@ -1,21 +1,20 @@
 r"""Share of true skeletons whose constants a fit finds in a second, beside SciPy and pyoperon.
 
-    python tests/bench/run.py skeletons [--starts 128] [--every 1] [--sets feynman nist] \
-        [--processes 1]
+    python tests/bench/run.py skeletons [--starts 128] [--every 1] [--processes 1]
 
-A skeleton is a true formula with a parameter in place of each constant, but for whole exponents:
-the 100 Feynman equations (`tests/data/feynman`), the 14 Strogatz equations, NIST's 27 nonlinear
-models, and 60 equations of physics, chemistry and biology. One without constants gets a factor.
-Constants are drawn from [-10, 10] until all of 1,000 rows have finite values that are not all the
-same, and no row has a tenth of the variation, as next to a pole (``usual``). Where 500 draws give
-none, ten times smaller ranges follow down to 1e-4, then [-100, 100] and [-1000, 1000] (Eckerle4 is
-0 in its range of wavelengths otherwise); and then all ranges again, for which the up to ten rows
-furthest from the mean are left out (of I.32.5, I.32.17, II.6.15a, II.13.17, III.15.14 and
-III.19.51 the constants are one factor, which moves no row away from its pole). The result names
-what has no constants even so. In ``si`` every
-variable and the target have a random unit between 1e-12 and 1e12 on top of that, so that formulas
-need constants of such sizes: the parameter q of a variable x, in q*x wherever x stands, is there if
-the other parameters cannot make up for it (the Jacobian tells).
+Every n-th skeleton is taken. One is a true formula with a parameter in place of each constant,
+but for whole exponents: the 100 Feynman equations (`tests/data/feynman`), the 14 Strogatz
+equations, NIST's 27 nonlinear models, and 60 equations of physics, chemistry and biology. One
+without constants gets a factor. Constants are drawn from [-10, 10] until all of 1,000 rows have
+finite values that are not all the same, and no row has a tenth of the variation, as next to a pole
+(``usual``). Where 500 draws give none, ten times smaller ranges follow down to 1e-4, then [-100,
+100] and [-1000, 1000] (Eckerle4 is 0 in its range of wavelengths otherwise); and then all ranges
+again, for which the up to ten rows furthest from the mean are left out (of I.32.5, I.32.17,
+II.6.15a, II.13.17, III.15.14 and III.19.51 the constants are one factor, which moves no row away
+from its pole). The result names what has no constants even so. In ``si`` every variable and the
+target have a random unit between 1e-12 and 1e12 on top of that, so that formulas need constants of
+such sizes: the parameter q of a variable x, in q*x wherever x stands, is there if the other
+parameters cannot make up for it (the Jacobian tells).
 
 Each method gets the same number of starts: 1 for every parameter, the others drawn by the server
 (warpfit), or uniformly from [-10, 10]. It stops when the normalised mean square error is below
@@ -33,21 +32,19 @@ all methods a little. More processes than pairs of cores would share cores, and 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import itertools
 import json
-import multiprocessing as mp
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import precompile, save
+from harness import arguments, precompile, save, worker_pool
 from numpy.typing import NDArray
 from peers import OperonFits, Table
 from scipy import optimize as scipy_optimize
@@ -68,6 +65,8 @@ from warpfit_server.engine.interface import run_to_end
 
 Floats = NDArray[np.float64]
 ROWS = 1000
+SEED = 1
+SETS = ("feynman", "strogatz", "nist", "own")
 SECONDS = 2.0
 EXACT, NOISY = 1e-10, 1e-3
 NOISE = 0.01
@@ -130,17 +129,16 @@ def lifted(program: Program) -> Program:
     return whole
 
 
-def sources(chosen: list[str], seed: int) -> Iterator[tuple[str, Program, Floats]]:
+def sources() -> Iterator[tuple[str, Program, Floats]]:
     """Yield name, skeleton and variables [rows, variables]."""
-    for track, problems in (("feynman", feynman), ("strogatz", strogatz)):
-        for problem in problems(ROWS, seed) if track in chosen else ():
-            yield problem.name, lifted(parse(problem.formula, problem.names)), problem.X
-    rng = np.random.default_rng(seed)
-    for name, text in nist.FORMULAS.items() if "nist" in chosen else ():
+    for problem in itertools.chain(feynman(ROWS, SEED), strogatz(ROWS, SEED)):
+        yield problem.name, lifted(parse(problem.formula, problem.names)), problem.X
+    rng = np.random.default_rng(SEED)
+    for name, text in nist.FORMULAS.items():
         columns = nist.load(name).dataset.variables
         X = rng.uniform(columns.min(axis=1), columns.max(axis=1), (ROWS, len(columns)))
         yield name, parse(text), X
-    for law in OWN if "own" in chosen else ():
+    for law in OWN:
         low, high = np.array(law["ranges"], float).T
         yield law["name"], parse(law["formula"]), rng.uniform(low, high, (ROWS, len(low)))
 
@@ -206,14 +204,12 @@ def in_units(program: Program, X: Floats, constants: Floats, units: Floats) -> P
     return whole.fold(number, lambda row, parts: Program.apply(row, *parts))
 
 
-def tasks(
-    arguments: argparse.Namespace, kind: str, noise: float, left_out: list[str]
-) -> Iterator[Task]:
+def tasks(every: int, kind: str, noise: float, left_out: list[str]) -> Iterator[Task]:
     """Yield the tasks of one setting, and note the skeletons that no constants are found for."""
-    for place, (name, program, X) in enumerate(sources(arguments.sets, arguments.seed)):
-        if place % arguments.every or (arguments.skeletons and name not in arguments.skeletons):
+    for place, (name, program, X) in enumerate(sources()):
+        if place % every:
             continue
-        rng = np.random.default_rng([arguments.seed, place])
+        rng = np.random.default_rng([SEED, place])
         drawn = draw(program, X, rng)
         if drawn is None:
             left_out.append(name)
@@ -231,30 +227,21 @@ def tasks(
 # -------------------------------------------------------------------------------------- methods
 
 
-def starts_of(task: Task, count: int, seed: int) -> Iterator[Floats]:
-    """Yield 1 for every parameter, then uniform draws from [-10, 10]."""
-    rng = np.random.default_rng(seed)
-    yield np.ones(task.program.parameters)
-    for _ in range(count - 1):
-        yield rng.uniform(-10, 10, task.program.parameters)
-
-
 class Warpfit:
     """The service's driver with the CPU engine, two threads."""
 
     def __init__(self) -> None:
         self.engine = CpuEngine(2)
         line = np.arange(8.0)
-        self(Task("line", parse("p1*x1"), line[:, None], line, line), 1, 0, 0.0)  # loads all code
+        self(Task("line", parse("p1*x1"), line[:, None], line, line), 1, 0.0)  # loads all code
 
-    def __call__(self, task: Task, count: int, seed: int, goal: float) -> float:
-        """Return the best error."""
+    def __call__(self, task: Task, count: int, goal: float) -> float:
         data = Dataset.of(task.X, task.y, dtype="float64")
         self.engine.load(data)
         batch = Batch.of([task.program], [np.ones(task.program.parameters)])
         evaluation = Evaluation(data.content_id, batch, loss=Loss.MSE, values=False)
         tight = {"gradient_tolerance": 1e-12, "step_tolerance": 1e-12, "loss_tolerance": 1e-12}
-        settings = FitSettings(restarts=count - 1, seed=seed, max_iterations=200, **tight)
+        settings = FitSettings(restarts=count - 1, seed=SEED, max_iterations=200, **tight)
         context = FitContext(
             self.engine.linearise, self.engine.evaluate, data, np.zeros(1, np.uint8)
         )
@@ -266,9 +253,11 @@ class Warpfit:
 def by_starts(fit: Callable[[Task, Floats], Floats]) -> Callable[..., float]:
     """Return a method that fits from one start after the other until the time is over."""
 
-    def run(task: Task, count: int, seed: int, goal: float) -> float:
+    def run(task: Task, count: int, goal: float) -> float:
         best, ends = np.inf, time.process_time() + SECONDS
-        for start in starts_of(task, count, seed):
+        rng, parameters = np.random.default_rng(SEED), task.program.parameters
+        drawn = (rng.uniform(-10, 10, parameters) for _ in range(count - 1))
+        for start in itertools.chain([np.ones(parameters)], drawn):
             failures = ValueError, FloatingPointError, np.linalg.LinAlgError
             with contextlib.suppress(*failures), np.errstate(all="ignore"):
                 best = min(best, task.error(fit(task, start)))
@@ -352,13 +341,13 @@ class Worker:
         cls.methods = {name: METHODS[name]() for name in names}
 
 
-def tried(task: Task, starts: int, seed: int, goal: float) -> dict[str, tuple[str, float, float]]:
+def tried(task: Task, starts: int, goal: float) -> dict[str, tuple[str, float, float]]:
     """Fit a skeleton by each method; return its name, error and processor time by method."""
     found = {}
     for name, method in Worker.methods.items():
         began, error = time.process_time(), np.inf
         try:
-            error = method(task, starts, seed, goal)
+            error = method(task, starts, goal)
         except (WarpfitError, KeyError, ValueError, RuntimeError) as problem:
             print(f"{name} cannot fit {task.name}: {problem}", flush=True)
         found[name] = task.name, error, time.process_time() - began
@@ -366,7 +355,6 @@ def tried(task: Task, starts: int, seed: int, goal: float) -> dict[str, tuple[st
 
 
 def outcome(runs: list[dict[str, tuple[str, float, float]]], goal: float) -> dict[str, Any]:
-    """Count what the methods have recovered in a setting."""
     counts: dict[str, Any] = {"skeletons": len(runs)}
     for name in runs[0] if runs else ():
         own = [run[name] for run in runs]
@@ -382,56 +370,28 @@ def outcome(runs: list[dict[str, tuple[str, float, float]]], goal: float) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--starts", type=int, default=128)
-    parser.add_argument("--every", type=int, default=1, help="take every n-th skeleton")
-    parser.add_argument("--skeletons", nargs="+", default=[], help="take these alone, by name")
-    parser.add_argument("--seed", type=int, default=1)
-    names = ("feynman", "strogatz", "nist", "own")
-    parser.add_argument("--sets", nargs="+", choices=names, default=list(names))
-    parser.add_argument("--kinds", nargs="+", choices=("usual", "si"), default=["usual", "si"])
-    parser.add_argument("--noise", type=float, nargs="+", default=[0.0, NOISE])
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--processes", type=int, default=1, help="of two cores each")
-    parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--name", default="skeletons")
-    parser.add_argument("--directory", type=Path)
-    arguments = parser.parse_args()
+    options = arguments(__doc__, "skeletons", starts=128, every=1, processes=1)
     pairs = max(1, len(os.sched_getaffinity(0)) // 2)
-    if arguments.processes > pairs:
-        parser.error(f"--processes is more than {pairs}, the pairs of cores here")
-    if not find_spec("pyoperon"):
-        arguments.methods = [name for name in arguments.methods if name != "pyoperon"]
-    chosen = ("starts", "every", "seed", "sets", "processes")
-    content = {name: getattr(arguments, name) for name in chosen}
-    content |= {"rows": ROWS, "processor_seconds": SECONDS}
-    for library in ("OPENBLAS", "OMP", "MKL"):
-        os.environ[f"{library}_NUM_THREADS"] = "1"  # waiting threads would count as time
+    if options.processes > pairs:
+        raise SystemExit(f"--processes is more than {pairs}, the pairs of cores here")
+    methods = [name for name in METHODS if name != "pyoperon" or find_spec(name)]
+    content = {name: getattr(options, name) for name in ("starts", "every", "processes")}
+    content |= {"seed": SEED, "sets": SETS, "rows": ROWS, "processor_seconds": SECONDS}
     precompile()
-    context = mp.get_context("spawn")
-    places = context.Queue()
-    for place in range(arguments.processes):
-        places.put(place)
-    limits = (places, arguments.methods)
-    with ProcessPoolExecutor(arguments.processes, context, Worker.begin, limits) as pool:
-        pending, left_out = {}, dict[tuple[str, float], list[str]]()
-        for kind in arguments.kinds:
-            for noise in arguments.noise:
-                goal = EXACT if noise == 0.0 else NOISY
-                without = left_out[kind, noise] = []
-                pending[kind, noise, goal] = [
-                    pool.submit(tried, task, arguments.starts, arguments.seed, goal)
-                    for task in tasks(arguments, kind, noise, without)
-                ]
-        for (kind, noise, goal), futures in pending.items():
-            runs = [future.result() for future in futures]
-            without = left_out[kind, noise]
+    with worker_pool(options.processes, 1, Worker.begin, methods) as pool:
+        settings = []
+        for kind, noise in itertools.product(("usual", "si"), (0.0, NOISE)):
+            goal, without = EXACT if noise == 0.0 else NOISY, list[str]()
+            runs = [
+                pool.submit(tried, task, options.starts, goal)
+                for task in tasks(options.every, kind, noise, without)
+            ]
+            settings.append((f"{kind}, noise {noise:g}", goal, runs, without))
+        for name, goal, runs, without in settings:
             counts = {"of": len(runs) + len(without), "without_constants": without}
-            content[f"{kind}, noise {noise:g}"] = outcome(runs, goal) | counts
-            for run in runs if arguments.verbose else ():
-                for name, (task, error, spent) in run.items():
-                    print(f"{kind}, {noise:g}: {name} {task}: {error:.2g} in {spent:.2f} s")
-    save(arguments.name, content, arguments.directory)
+            content[name] = outcome([run.result() for run in runs], goal) | counts
+            print(name, content[name], flush=True)
+    save(options.name, content, options.folder)
 
 
 if __name__ == "__main__":

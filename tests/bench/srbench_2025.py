@@ -13,7 +13,6 @@ the result file says.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import io
 import os
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from harness import ServerProcess, arguments, save
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 METHOD: Final = ROOT / "client" / "examples" / "srbench" / "regressor.py"
@@ -52,13 +52,11 @@ BLACK_BOX: Final = (
 )
 
 
-def read(path: Path) -> tuple[Any, np.ndarray[Any, Any], list[str]]:
-    """Return features, target and names of a file of PMLB."""
+def read(path: Path) -> tuple[Any, Any]:
     lines = gzip.decompress(path.read_bytes()).decode()
-    names = lines.splitlines()[0].split("\t")
     table = np.loadtxt(io.StringIO(lines), delimiter="\t", skiprows=1)
-    place = names.index("target")
-    return np.delete(table, place, axis=1), table[:, place], names[:place] + names[place + 1 :]
+    place = lines.splitlines()[0].split("\t").index("target")
+    return np.delete(table, place, axis=1), table[:, place]
 
 
 def one_run(method: dict[str, Any], path: Path, seed: int, seconds: float) -> dict[str, Any]:
@@ -69,8 +67,7 @@ def one_run(method: dict[str, Any], path: Path, seed: int, seconds: float) -> di
     from sklearn.model_selection import train_test_split
     from sklearn.preprocessing import StandardScaler
 
-    X, y, _ = read(path)
-    parts = train_test_split(X, y, train_size=0.75, test_size=0.25, random_state=seed)
+    parts = train_test_split(*read(path), train_size=0.75, test_size=0.25, random_state=seed)
     X, left_out, y, y_left_out = parts
     columns, target = StandardScaler().fit(X), StandardScaler().fit(y[:, None])
     est = clone(method["est"]).set_params(max_time=seconds, random_state=seed)
@@ -92,16 +89,7 @@ def one_run(method: dict[str, Any], path: Path, seed: int, seconds: float) -> di
 
 
 def main() -> None:
-    """Run all splits of all data sets that are there, and write the result file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder of NAME.tsv.gz")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each fit")
-    parser.add_argument("--seeds", type=int, default=5, help="splits of each data set")
-    parser.add_argument("--name", default="srbench_2025", help="of the result file")
-    options = parser.parse_args()
-
-    from harness import ServerProcess, write_result
-
+    options = arguments(__doc__, "srbench_2025", data=Path(), seconds=5.0, seeds=5)
     known = [*PUBLISHED, *BLACK_BOX]
     files = {name: options.data / f"{name}.tsv.gz" for name in known}
     there = {name: path for name, path in files.items() if path.exists()}
@@ -115,18 +103,16 @@ def main() -> None:
             median = statistics.median(run["r2_test"] for run in own)
             print(f"{name}: median R2 {median:.4f}", file=sys.stderr)
             runs += own
-    write_result(
-        options.name,
-        {
-            "seconds": options.seconds,
-            "seeds": options.seeds,
-            "threads": 1,
-            "not_there": [name for name in known if name not in there],
-            "published": {name: PUBLISHED[name] for name in there if name in PUBLISHED},
-            "published_source": "doi 10.1145/3712255.3734309, table 3; arXiv 2505.03977",
-            "runs": runs,
-        },
-    )
+    content = {
+        "seconds": options.seconds,
+        "seeds": options.seeds,
+        "threads": 1,
+        "not_there": [name for name in known if name not in there],
+        "published": {name: PUBLISHED[name] for name in there if name in PUBLISHED},
+        "published_source": "doi 10.1145/3712255.3734309, table 3; arXiv 2505.03977",
+        "runs": runs,
+    }
+    save(options.name, content, options.folder, show=False)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
+import grpc
 import pytest
 
 import warpfit
 from support.load import load
+from support.servers.rpcs import OWN_CONNECTION, Caller
 from support.servers.server import ServerProcess
 
 PORTS = ("--health-port", "0", "--metrics-port", "0")
@@ -30,3 +32,10 @@ def server() -> Iterator[ServerProcess]:
 def client(server: ServerProcess) -> Iterator[warpfit.Client]:
     with warpfit.connect(server.address) as connected:
         yield connected
+
+
+@pytest.fixture
+def caller(server: ServerProcess) -> Iterator[Caller]:
+    """Makes raw calls over a connection of its own."""
+    with grpc.insecure_channel(server.address, OWN_CONNECTION) as channel:
+        yield Caller(channel)

@@ -9,10 +9,7 @@ import warnings
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import warpfit
-from warpfit.calls.search import build_search
 from warpfit.errors import WarpfitError
 from warpfit.formulas.units import check_units, dimension, dimensions
 from warpfit.ir import Program
@@ -21,9 +18,7 @@ from warpfit.ops import BY_CODE, CONSTANT, PARAMETER
 
 pytest.importorskip("sklearn", minversion="1.6")
 
-from support.any_search import AnySearch, searches, tables_of, targets_of
-from support.engines.searches import check_front
-from warpfit.searching import DEFAULT_OPERATORS, Front, SearchProgress, SearchReason
+from support.any_search import AnySearch, searches
 from warpfit.sklearn import SymbolicRegressor
 
 #: 12 of the usual suite, 2,000 with `--hypothesis-profile=many`, which have longer budgets, too.
@@ -54,15 +49,12 @@ def test_a_search_ends_with_a_front_that_keeps_to_the_rules_or_an_error_of_its_o
         for equation in front:
             keeps_to_the_rules(equation, front, drawn)
     if model.reason_ == "tolerance" and as_function(as_loss(model.loss)).is_squares:
-        assert min(equation.excess for equation in fronts[-1]) <= 1e-15 * scale_of(drawn, fronts)
-
-
-def scale_of(drawn: AnySearch, fronts) -> float:
-    """Loss of the best constant, or of the simplest formula: a template may have no constant."""
-    target = np.reshape(drawn.y, (len(drawn.y), -1))[:, -1]
-    with np.errstate(over="ignore"):
-        constant = float(np.cov(target, ddof=0, aweights=drawn.weights))
-    return max(constant, *(equation.excess for equation in fronts[-1])) or math.inf
+        # Of the best constant, or of the simplest formula: a template may have no constant.
+        target = np.reshape(drawn.y, (len(drawn.y), -1))[:, -1]
+        with np.errstate(over="ignore"):
+            constant = float(np.cov(target, ddof=0, aweights=drawn.weights))
+        losses = [equation.excess for equation in fronts[-1]]
+        assert min(losses) <= 1e-15 * (max(constant, *losses) or math.inf)
 
 
 def keeps_to_the_rules(equation, front, drawn: AnySearch) -> None:
@@ -76,15 +68,13 @@ def keeps_to_the_rules(equation, front, drawn: AnySearch) -> None:
     if is_plain:
         assert equation.complexity == len(program)
         known = {*given["operators"], *(_GUESSED if "guesses" in given else ())}
-        names = {BY_CODE[code].name for code in program.codes.tolist() if code in BY_CODE}
-        assert names - _ARITHMETIC <= known, equation.equation
+        assert {*names_in(program)} - _ARITHMETIC <= known, equation.equation
     constraints = given.get("constraints", {})
+    core = without_scale(program)
     if is_plain and "count" in constraints:
-        core = without_scale(program)
         assert names_in(core).count("sin") <= 1
         assert names_in(core).count("mul") <= 1
     if is_plain and "depth" in constraints:
-        core = without_scale(program)
         assert core.fold(lambda *_: 1, lambda _, parts: 1 + max(parts)) <= 3
     if "units" in given and given["dimensionless_constants"]:
         count = drawn.X.shape[1]
@@ -120,88 +110,3 @@ def is_tree(codes) -> bool:
         if height < 1:
             return False
     return height == 1
-
-
-# ------------------------------------------------------------------------------- `client.search`
-
-
-_OPERATORS = (
-    *((), ("add", "mul"), ("exp", "log"), ("square",), ("max", "min"), ("div",), ("where", "lt")),
-    *(("add", "sub", "mul", "div", "exp", "sin"), DEFAULT_OPERATORS, ("fma", "pow", "abs")),
-)
-
-
-@st.composite
-def rules(draw, operators):
-    """Draw rules for some of the operators, often contradicting ones."""
-    names = st.sampled_from(operators or DEFAULT_OPERATORS)
-    return {
-        "max_size": draw(st.sampled_from([1, 2, 3, 7, 12, 25, 60])),
-        "max_depth": draw(st.none() | st.integers(1, 5)),
-        "complexities": draw(st.dictionaries(names, st.integers(1, 9), max_size=2)),
-        "counts": draw(st.dictionaries(names, st.integers(0, 2), max_size=2)),
-        "nesting": {
-            outer: {inner: draw(st.integers(0, 1))}
-            for outer, inner in draw(st.lists(st.tuples(names, names), max_size=2))
-        },
-    }
-
-
-@st.composite
-def calls(draw):
-    """Draw columns, a target, weights or None, a type, and keywords."""
-    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
-    rows, columns = draw(st.sampled_from([1, 2, 5, 30, 200])), draw(st.integers(1, 4))
-    kinds = ("uniform", "normal", "integers", "constant", "equal", "far", "line")
-    X = tables_of(rows, columns, rng)[draw(st.sampled_from(kinds))]()
-    if draw(st.integers(0, 4)) == 0:
-        X[rng.integers(rows), rng.integers(columns)] = np.nan
-    y = draw(st.sampled_from([*targets_of(np.nan_to_num(X), rng).values()]))()
-    weights = draw(st.sampled_from([None, None, rng.integers(0, 3, rows) / 2.0]))
-    operators = draw(st.sampled_from(_OPERATORS))
-    options = {
-        **draw(rules(operators)),
-        "operators": operators or None,
-        "loss": draw(st.sampled_from(["mse", "mse", "mae", "rmse", "nmse", "r2"])),
-        "form": draw(st.sampled_from(["scaled", "plain"])),
-        "generations": draw(st.integers(1, 6)),
-        "population": draw(st.sampled_from([1, 3, 40])),
-        "islands": 1,
-        "pairs": False,
-        "fit_iterations": draw(st.sampled_from([0, 1, 8])),
-        "screening_rows": draw(st.sampled_from([1, 10, 1000])),
-        "target_loss": draw(st.sampled_from([None, 0.0, -1.0, 0.5, 1e-3])),
-        "idle_generations": draw(st.sampled_from([None, 1])),
-        "seed": draw(st.integers(0, 2**64 - 1)),
-    }
-    if draw(st.integers(0, 3)) == 0:
-        units = ["m", "s", "m/s", "1"][:columns]
-        options |= {"units": units, "target_unit": draw(st.sampled_from(["m", "m/s", "kg", "1"]))}
-        options["dimensionless_constants"] = draw(st.booleans())
-    if rows > 5 and draw(st.booleans()):
-        options["rows"] = slice(draw(st.integers(0, 3)), rows - 1)
-    return X, y, weights, draw(st.sampled_from(["float32", "float64"])), options
-
-
-@pytest.mark.thorough
-@settings(max_examples=2000 if _MANY else 60)
-@given(drawn=calls())
-def test_a_front_keeps_to_its_rules_and_tells_true_losses_or_there_is_an_error(server, drawn):
-    X, y, weights, dtype, options = drawn
-    with warpfit.connect(server.address) as client:
-        try:
-            data = client.upload(X, y, weights=weights, dtype=dtype)
-            found = client.search(data, **options)
-        except WarpfitError as error:
-            assert error.reason.isupper()
-            assert error.remedy
-            return
-    asked = build_search(data, options)
-    front = Front(found.batch, found.sizes, found.losses)
-    check_front(SearchProgress(front), asked, data.dataset)
-    best = max(found.losses, default=-math.inf) if asked.loss_function.is_score else None
-    is_met = options["target_loss"] is not None and len(found) > 0 and (
-        min(found.losses) <= options["target_loss"] if best is None
-        else best >= options["target_loss"]
-    )  # fmt: skip
-    assert is_met or found.reason is not SearchReason.TARGET_LOSS

@@ -12,7 +12,7 @@ import pytest
 import warpfit
 from support.load.fuzz import FLAGS, LIMITS, Fuzzer, is_fine, outcomes
 from support.servers.rpcs import OWN_CONNECTION, SERVICE, Caller, detail_of
-from support.servers.server import ServerProcess, eventually, private_bytes
+from support.servers.server import ServerProcess, eventually, private_bytes, tenants_file
 from warpfit import codec, ops
 from warpfit.calls.arguments import build_evaluation
 from warpfit.dataset import Dataset
@@ -25,55 +25,37 @@ DATA = Dataset.of(X, X[:, 0])
 BARE = Dataset.of(X)
 
 
-@pytest.fixture(scope="module")
-def caller(server):
-    options = [("grpc.max_send_message_length", -1)]
-    with grpc.insecure_channel(server.address, options) as channel:
-        caller = Caller(channel)
-        for dataset in (DATA, BARE):
-            caller.call("UploadVariables", dataset)
-        yield caller
-
-
 @pytest.fixture(autouse=True)
 def still_serving(caller):
+    for dataset in (DATA, BARE):
+        caller.call("UploadVariables", dataset)
     yield
-    assert evaluate(caller, request()).header.rows == 4
+    (answer,) = caller.send("Evaluate", request())
+    assert pb.EvaluateResponse.FromString(answer).header.rows == 4
 
 
-def evaluate(caller, message):
-    (answer,) = caller.send("Evaluate", message)
-    return pb.EvaluateResponse.FromString(answer)
-
-
-def request(codes=b"\x01", values=None, lengths=None, counts=None, parameters=(), **fields):
+def request(codes=b"\x01", numbers=None, lengths=None, counts=None, parameters=(), **fields):
     lengths = [len(codes)] if lengths is None else lengths
     counts = [0] * len(lengths) if counts is None else counts
-    values = [0.0] * len(codes) if values is None else values
-    vectors = fields.pop("vectors", 0)
-    return pb.EvaluateRequest(
-        content_id=fields.pop("content_id", DATA.content_id),
-        programs=pb.Programs(
-            codes=bytes(codes),
-            values=np.array(values, "<f8").tobytes(),
-            lengths=np.array(lengths, "<u4").tobytes(),
-            parameter_counts=np.array(counts, "<u4").tobytes(),
-            parameters=np.array(parameters, "<f8").tobytes(),
-            vectors=vectors,
-        ),
-        values=fields.pop("wanted", True),
-        **fields,
+    numbers = [0.0] * len(codes) if numbers is None else numbers
+    programs = pb.Programs(
+        codes=bytes(codes),
+        values=np.array(numbers, "<f8").tobytes(),
+        lengths=np.array(lengths, "<u4").tobytes(),
+        parameter_counts=np.array(counts, "<u4").tobytes(),
+        parameters=np.array(parameters, "<f8").tobytes(),
+        vectors=fields.pop("vectors", 0),
     )
+    given = {"content_id": DATA.content_id, "values": True, **fields}
+    return pb.EvaluateRequest(programs=programs, **given)
 
 
 def refused(caller, reason, method, message):
     """Send what must be refused for a reason; return what the answer says."""
-    with pytest.raises(grpc.RpcError) as caught:
-        caller.send(method, message)
-    detail = detail_of(caught.value)
-    assert (caught.value.code().name, detail.reason) == (STATUS.get(reason, USUAL), reason)
+    status, detail = caller.refusal(method, message)
+    assert (status, detail.reason) == (STATUS.get(reason, "INVALID_ARGUMENT"), reason)
     assert detail.remedy
-    assert "Traceback" not in caught.value.details()
+    assert "Traceback" not in detail.message
     if reason in TOO_MUCH:
         assert "--tenants-file" in detail.remedy or "--max-" in detail.remedy
         assert detail.needed > detail.available
@@ -81,7 +63,6 @@ def refused(caller, reason, method, message):
 
 
 TOO_MUCH = ("PROGRAM_TOO_LONG", "TOO_MANY_VECTORS", "DATASET_TOO_LARGE", "NAMES_TOO_LONG")
-USUAL = "INVALID_ARGUMENT"
 STATUS = {"DATASET_NOT_FOUND": "NOT_FOUND", **dict.fromkeys(TOO_MUCH, "RESOURCE_EXHAUSTED")}
 ADD = ops.OPERATORS["add"].code
 TOO_LONG = 1_000_000
@@ -105,7 +86,7 @@ EVALUATE_CASES = {
     "short id": ("BAD_DATASET_ID", None, request(content_id=b"abc")),
     "no target": ("TARGET_MISSING", None, request(content_id=BARE.content_id, loss=pb.LOSS_MSE)),
     "rows outside": ("ROWS_OUT_OF_RANGE", None, request(rows=pb.RowRange(start=0, stop=5))),
-    "nothing wanted": ("NO_OUTPUT_REQUESTED", None, request(wanted=False)),
+    "nothing wanted": ("NO_OUTPUT_REQUESTED", None, request(values=False)),
     "bad loss": ("BAD_ENUM", None, request(loss=99)),
     "many vectors": ("TOO_MANY_VECTORS", None, request([1], vectors=4_000_000_000)),
     "garbage": ("MALFORMED_MESSAGE", None, b"\xff\xfe garbage \x00" * 10),
@@ -120,12 +101,10 @@ def test_evaluate(caller, name):
 
 
 def test_message_over_the_transport_limit(caller):
-    with pytest.raises(grpc.RpcError) as caught:
-        caller.send("Evaluate", b"\x0a" + bytes(129 << 20))
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert caller.refused("Evaluate", b"\x0a" + bytes(129 << 20))[0] == "RESOURCE_EXHAUSTED"
 
 
-def _header(**changes):
+def header(**changes):
     layout = codec.layout_to_message(BARE.layout)
     for name, value in changes.items():
         setattr(layout, name, value)
@@ -133,24 +112,23 @@ def _header(**changes):
     return pb.UploadVariablesRequest(header=pb.UploadHeader(layout=layout, content_id=identifier))
 
 
-def _data(count):
+def payload(count=BARE.layout.nbytes):
     return pb.UploadVariablesRequest(data=bytes(count))
 
 
-PAYLOAD = BARE.layout.nbytes
 UPLOAD_CASES = {
     "no messages": ("NO_MESSAGE", []),
-    "no header": ("BAD_HEADER", [_data(4)]),
-    "two headers": ("BAD_HEADER", [_header(), _header()]),
-    "truncated": ("TRUNCATED_UPLOAD", [_header(), _data(PAYLOAD - 1)]),
-    "surplus": ("SURPLUS_UPLOAD", [_header(), _data(PAYLOAD), _data(1)]),
-    "wrong digest": ("BAD_DIGEST", [_header(), _data(PAYLOAD)]),
-    "no rows": ("EMPTY_DATASET", [_header(rows=0)]),
-    "rows lie": ("TRUNCATED_UPLOAD", [_header(rows=5), _data(PAYLOAD)]),
-    "too large": ("DATASET_TOO_LARGE", [_header(rows=2**60)]),
-    "overflow": ("DATASET_TOO_LARGE", [_header(rows=2**63, variables=2**63)]),
+    "no header": ("BAD_HEADER", [payload(4)]),
+    "two headers": ("BAD_HEADER", [header(), header()]),
+    "truncated": ("TRUNCATED_UPLOAD", [header(), payload(BARE.layout.nbytes - 1)]),
+    "surplus": ("SURPLUS_UPLOAD", [header(), payload(), payload(1)]),
+    "wrong digest": ("BAD_DIGEST", [header(), payload()]),
+    "no rows": ("EMPTY_DATASET", [header(rows=0)]),
+    "rows lie": ("TRUNCATED_UPLOAD", [header(rows=5), payload()]),
+    "too large": ("DATASET_TOO_LARGE", [header(rows=2**60)]),
+    "overflow": ("DATASET_TOO_LARGE", [header(rows=2**63, variables=2**63)]),
     "garbage": ("MALFORMED_MESSAGE", [b"\xff\xff\xff"]),
-    "garbage data": ("MALFORMED_MESSAGE", [_header(), b"\xff\xff\xff"]),
+    "garbage data": ("MALFORMED_MESSAGE", [header(), b"\xff\xff\xff"]),
 }
 
 
@@ -173,26 +151,24 @@ def test_unknown_data_set_for_get_and_release(caller, method):
 # ----------------------------------------------------- lengths of names, losses and answers
 
 
+EVALUATE = SERVICE + "Evaluate"
 TALL = np.random.default_rng(0).normal(size=(1000, 2))
 
 
-def test_names_and_losses_have_limits(server):
-    with warpfit.connect(server.address, retry=warpfit.RetryPolicy(total_seconds=0)) as client:
-        data = client.upload(TALL, TALL[:, 0])
-        long = LossFunction.parse("+".join(["f"] * client.info().limits.loss_tokens))
-        calls = {
-            "TOO_MANY_NAMES": lambda: client.upload(
-                np.ones((1, 70_000)), names=[f"x{n}" for n in range(70_000)]
-            ),
-            "NAMES_TOO_LONG": lambda: client.upload(np.ones((1, 1)), names=["x" * 2_000_000]),
-            "LOSS_TOO_LONG": lambda: client.evaluate(data, ["x1"], loss=long),
-        }
-        for reason, call in calls.items():
-            with pytest.raises(warpfit.ResourceExhaustedError) as caught:
-                call()
-            assert caught.value.reason == reason
-            assert caught.value.needed > caught.value.available
-        assert client.evaluate(data, ["x1"], loss="mse")[0] == 0.0
+def test_names_and_losses_have_limits(client):
+    data = client.upload(TALL, TALL[:, 0])
+    names = [f"x{n}" for n in range(70_000)]
+    long = LossFunction.parse("+".join(["f"] * client.info().limits.loss_tokens))
+    for reason, call in {
+        "TOO_MANY_NAMES": lambda: client.upload(np.ones((1, 70_000)), names=names),
+        "NAMES_TOO_LONG": lambda: client.upload(np.ones((1, 1)), names=["x" * 2_000_000]),
+        "LOSS_TOO_LONG": lambda: client.evaluate(data, ["x1"], loss=long),
+    }.items():
+        with pytest.raises(warpfit.ResourceExhaustedError) as caught:
+            call()
+        assert caught.value.reason == reason
+        assert caught.value.needed > caught.value.available
+    assert client.evaluate(data, ["x1"], loss="mse")[0] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -203,46 +179,36 @@ def test_names_and_losses_have_limits(server):
         (4000, None, {"loss": "mse", "reductions": True, "linear_scaling": True}),
     ],
 )
-def test_an_answer_below_4_mb_is_one_message(server, programs, values, options):
+def test_an_answer_below_4_mb_is_one_message(client, caller, programs, values, options):
     """So a unary call, which reads one message and hangs after another one, has the whole of it."""
-    with (
-        warpfit.connect(server.address) as client,
-        grpc.insecure_channel(server.address, OWN_CONNECTION) as channel,
-    ):
-        data = client.upload(TALL, TALL[:, 0])
-        texts, parameters = [f"p1*x1 + {n}" for n in range(programs)], [[2.0]] * programs
-        evaluation, _ = build_evaluation(data, texts, parameters, values, options)
-        unary = channel.unary_unary(SERVICE + "Evaluate")
-        message = unary(codec.evaluation_to_bytes(evaluation), timeout=20)
-        found = codec.read_result(evaluation, data.layout, [codec.answer_from_bytes(message)])
-        in_pieces = channel.unary_stream(SERVICE + "Evaluate", None, codec.answer_from_bytes)
-        parts = in_pieces(codec.evaluation_to_bytes(evaluation, pieces=True), timeout=20)
-        wanted = codec.read_result(evaluation, data.layout, parts)
+    data = client.upload(TALL, TALL[:, 0])
+    texts, parameters = [f"p1*x1 + {n}" for n in range(programs)], [[2.0]] * programs
+    evaluation, _ = build_evaluation(data, texts, parameters, values, options)
+    unary = caller.channel.unary_unary(EVALUATE)
+    message = unary(codec.evaluation_to_bytes(evaluation), timeout=20)
+    found = codec.read_result(evaluation, data.layout, [codec.answer_from_bytes(message)])
+    parts = caller.send("Evaluate", codec.evaluation_to_bytes(evaluation, pieces=True))
+    wanted = codec.read_result(evaluation, data.layout, map(codec.answer_from_bytes, parts))
     for name in ("values", "jacobian", "losses", "gradients", "reductions", "scaling"):
         np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
 
 
-def test_a_longer_answer_is_refused_at_once_unless_its_caller_reads_pieces(server):
-    with (
-        warpfit.connect(server.address) as client,
-        grpc.insecure_channel(server.address, OWN_CONNECTION) as channel,
-    ):
-        data = client.upload(TALL, TALL[:, 0])
-        asked, _ = build_evaluation(data, ["x1"] * 1001, None, True, {})
-        message = codec.evaluation_to_bytes(asked)
-        for way in (channel.unary_unary, channel.unary_stream):
-            with pytest.raises(grpc.RpcError) as caught:
-                list(way(SERVICE + "Evaluate")(message, timeout=20))
-            detail = detail_of(caught.value)
-            assert caught.value.code().name == "INVALID_ARGUMENT"
-            assert (detail.reason, detail.field) == ("ANSWER_TOO_LONG", "pieces")
-            assert (detail.needed, detail.available) == (1001 * 1000 * 4, 4_000_000)
-            assert "as a stream" in detail.remedy
-        answer = channel.unary_stream(SERVICE + "Evaluate", None, codec.answer_from_bytes)
-        parts = list(answer(codec.evaluation_to_bytes(asked, pieces=True), timeout=20))
-        assert len(parts) > 1
-        values = codec.read_result(asked, data.layout, parts).values
-        np.testing.assert_array_equal(values[:, 0, :], np.tile(TALL[:, 0], (1001, 1)).astype("f4"))
+def test_a_longer_answer_is_refused_at_once_unless_its_caller_reads_pieces(client, caller):
+    data = client.upload(TALL, TALL[:, 0])
+    asked, _ = build_evaluation(data, ["x1"] * 1001, None, True, {})
+    message = codec.evaluation_to_bytes(asked)
+    for way in (caller.channel.unary_unary, caller.channel.unary_stream):
+        with pytest.raises(grpc.RpcError) as caught:
+            list(way(EVALUATE)(message, timeout=20))
+        detail = detail_of(caught.value)
+        assert caught.value.code().name == "INVALID_ARGUMENT"
+        assert (detail.reason, detail.field) == ("ANSWER_TOO_LONG", "pieces")
+        assert (detail.needed, detail.available) == (1001 * 1000 * 4, 4_000_000)
+        assert "as a stream" in detail.remedy
+    parts = caller.send("Evaluate", codec.evaluation_to_bytes(asked, pieces=True))
+    assert len(parts) > 1
+    values = codec.read_result(asked, data.layout, map(codec.answer_from_bytes, parts)).values
+    np.testing.assert_array_equal(values[:, 0, :], np.tile(TALL[:, 0], (1001, 1)).astype("f4"))
 
 
 # ---------------------------------------------------------------------------------- seeded requests
@@ -254,21 +220,17 @@ GROWTH_BYTES = 32 << 20
 
 
 def test_wrong_requests_get_answers_that_say_why(tmp_path):
-    limits = tmp_path / "tenants.toml"
-    limits.write_text(LIMITS)
-    flags = ("--threads", "2", "--front-ends", "1", "--tenants-file", str(limits), *FLAGS)
+    limits = tenants_file(tmp_path, LIMITS)
+    flags = ("--threads", "2", "--front-ends", "1", "--tenants-file", limits, *FLAGS)
     with ServerProcess(*flags) as server:
         family = [server.process.pid, server.engine().pid]
 
         def send(seed, count):
-            counts = Counter()
-            requests = itertools.islice(Fuzzer(seed).requests(), count)
+            counts, found = Counter(), []
             with grpc.insecure_channel(server.address, OWN_CONNECTION) as channel:
-                found = [
-                    (request, one)
-                    for request in requests
-                    for one in outcomes(Caller(channel), request, counts)
-                ]
+                for request in itertools.islice(Fuzzer(seed).requests(), count):
+                    ends = outcomes(Caller(channel), request, counts)
+                    found += [(request, end) for end in ends]
             return found, counts
 
         send(0, 20)  # imports and compiles what is used later
@@ -277,8 +239,7 @@ def test_wrong_requests_get_answers_that_say_why(tmp_path):
             parts = pool.map(send, range(1, THREADS + 1), [REQUESTS // THREADS] * THREADS)
             parts, counts = zip(*parts, strict=True)
         seen = [one for part in parts for one in part]
-        wrong = [(request, found) for request, found in seen if not is_fine(found)]
-        assert not wrong[:3]
+        assert not [one for one in seen if not is_fine(one[1])][:3]
         statuses = Counter(status for _, (status, _) in seen)
         assert statuses["OK"] > REQUESTS / 10, "some of them are right"
         assert statuses["INVALID_ARGUMENT"] > REQUESTS / 4, "many are not"

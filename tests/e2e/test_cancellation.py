@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.servers.rpcs import LONG, OWN_CONNECTION, SERVICE, Caller, request, start
+from support.servers.rpcs import LONG, SERVICE, request, start
 from support.servers.server import eventually
 from warpfit import codec
 from warpfit.calls.arguments import build_fit
@@ -17,12 +17,6 @@ from warpfit.dataset import Dataset
 from warpfit_server.tenancy.quotas import Amounts
 
 WIDE = np.random.default_rng(2).normal(size=(200_000, 2)).astype(np.float32)
-
-
-@pytest.fixture
-def caller(server):
-    with grpc.insecure_channel(server.address, OWN_CONNECTION) as channel:
-        yield Caller(channel)
 
 
 @pytest.fixture(scope="module")
@@ -38,22 +32,24 @@ def leaves_nothing(server, data):
     """Check that everything comes back and that the engine computes nothing more."""
     engine = server.engine()
 
+    def is_idle():
+        before = sum(engine.cpu_times()[:2])
+        time.sleep(0.1)
+        return sum(engine.cpu_times()[:2]) - before < 0.05
+
     def check():
         eventually(lambda: server.in_flight() == Amounts(), 10)
-        eventually(lambda: _load(engine) < 0.5, 10)
+        eventually(is_idle, 10)
         assert server.in_flight() == Amounts()
 
     return check
 
 
-def _load(engine) -> float:
-    """Share of a tenth of a second that the engine computes."""
-    before = sum(engine.cpu_times()[:2])
-    time.sleep(0.1)
-    return (sum(engine.cpu_times()[:2]) - before) / 0.1
+def losses(data):
+    return request(data, [LONG] * 300, loss="mse")
 
 
-def _fit(data):
+def fits(data):
     program = warpfit.Program.apply("mul", LONG, warpfit.Program.parameter(0))
     fit = build_fit(data, [program] * 50, [[0.5]] * 50, {"loss": "mae", "max_iterations": 1000})
     return codec.fit_to_message(fit).SerializeToString()
@@ -73,10 +69,7 @@ def codes(calls):
     return found
 
 
-@pytest.mark.parametrize(
-    ("method", "make"),
-    [("Evaluate", lambda data: request(data, [LONG] * 300, loss="mse")), ("Optimize", _fit)],
-)
+@pytest.mark.parametrize(("method", "make"), [("Evaluate", losses), ("Optimize", fits)])
 def test_while_the_engine_computes(caller, data, leaves_nothing, method, make):
     call = start(caller.channel, make(data), method)
     time.sleep(0.2)
@@ -108,10 +101,7 @@ def test_while_the_answer_is_sent(caller, data, leaves_nothing, code):
 
 @pytest.mark.parametrize("code", [CANCELLED, PASSED], ids=str)
 def test_while_data_are_uploaded(caller, server, leaves_nothing, code):
-    messages = [
-        message if isinstance(message, bytes) else message.SerializeToString()
-        for message in codec.upload_messages(Dataset.of(WIDE + 1), 100_000)
-    ]
+    messages = list(codec.upload_messages(Dataset.of(WIDE + 1), 100_000))
     held = server.shared_memory()
 
     def half():

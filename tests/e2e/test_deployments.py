@@ -102,7 +102,8 @@ def test_every_line_with_a_container_works_as_it_stands(block: Snippet, environm
     authority.file.rename(tmp_path / "ca.crt")
     pair = authority.issue("", file="server")
     assert {pair.certificate.name, pair.key.name} == {"server.crt", "server.key"}
-    images = dict(map(deployments.image_of, re.findall(r"^docker build.*$", all_blocks(), re.M)))
+    built = "\n".join(block.code for block in BLOCKS)
+    images = dict(map(deployments.image_of, re.findall(r"^docker build.*$", built, re.M)))
     address = f"127.0.0.1:{json.loads(environment[PORTS])['50551']}"
     lines = [line for line in commands(block) if "docker compose" not in line]
     umask = "; ".join([*re.findall(r"umask \d+", block.code), ""])  # which a shell keeps
@@ -131,10 +132,6 @@ def test_every_line_with_a_container_works_as_it_stands(block: Snippet, environm
                 run(lines.pop(0).replace("HOST:50551", address), environment, tmp_path)
 
 
-def all_blocks() -> str:
-    return "\n".join(block.code for block in BLOCKS)
-
-
 def run(line: str, environment: Mapping[str, str], folder: Path) -> str:
     done = subprocess.run(
         ["bash", "-c", line], env=environment, cwd=folder, capture_output=True, text=True
@@ -157,10 +154,8 @@ def in_process(settings: Mapping[str, str], environment: Mapping[str, str]) -> d
 def test_the_services_of_the_compose_file_start(environment, tmp_path):
     """The two differ by the devices, and there may be no GPU here."""
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    variables, other = (
-        in_process(services[f"warpfit-{kind}"]["environment"], environment)
-        for kind in ("cpu", "gpu")
-    )
+    given = [services[f"warpfit-{kind}"]["environment"] for kind in ("cpu", "gpu")]
+    variables, other = (in_process(each, environment) for each in given)
     assert other.pop("WARPFIT_DEVICES") == "all"
     variables.pop("WARPFIT_DEVICES", None)
     assert variables == other

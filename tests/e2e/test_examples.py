@@ -27,8 +27,7 @@ def run(name: str, *flags: object) -> str:
 
 @pytest.mark.thorough
 def test_the_notebook_runs_from_top_to_bottom(server: ServerProcess, monkeypatch):
-    nbformat = pytest.importorskip("nbformat")
-    client = pytest.importorskip("nbclient")
+    nbformat, nbclient = map(pytest.importorskip, ("nbformat", "nbclient"))
     monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
     notebook = nbformat.read(EXAMPLES / "first_steps.ipynb", 4)
     nbformat.validate(notebook)
@@ -36,7 +35,7 @@ def test_the_notebook_runs_from_top_to_bottom(server: ServerProcess, monkeypatch
         code = cell.source.replace("(warpfit.local())", "(warpfit.connect())")
         cell.source = code.replace("generations=5", "generations=1, population=50")
     shown = [kinds(cell) for cell in notebook.cells]
-    done = client.NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
+    done = nbclient.NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
     # The outputs that are stored are of the same kinds.
     assert [kinds(cell) for cell in done.cells] == shown
     assert sum("image/png" in found for found in shown) == 2
@@ -79,13 +78,11 @@ def kinds(cell) -> set[str]:
 
 @pytest.mark.thorough
 def test_kepler_finds_the_third_law(server: ServerProcess, tmp_path):
-    picture = tmp_path / "law.svg"
-    out = run("kepler.py", "--address", server.address, "--plot", picture)
-    assert "<svg" in picture.read_text()
+    out = run("kepler.py", "--address", server.address, "--plot", tmp_path / "law.svg")
+    assert "<svg" in (tmp_path / "law.svg").read_text()
     law = next(line for line in out.splitlines() if line.strip().startswith("period = "))
-    assert "distance" in law
-    assert "mass" not in law
-    assert "eccentricity" not in law
+    named = [name for name in ("distance", "mass", "eccentricity") if name in law]
+    assert named == ["distance"]
     (exponent,) = re.findall(r"distance \^ (-?[0-9.]+)", out)[-1:]
     assert abs(abs(float(exponent)) - 1.5) < 0.003, out
 

@@ -6,7 +6,7 @@ import resource
 import shutil
 import subprocess
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +15,8 @@ import pytest
 
 import warpfit
 from support.load import faults
-from support.load.faults import FATAL, injected
+from support.load.faults import FATAL, Fleet, injected
 from support.load.load import Load
-from support.load.several import Fleet
 from support.load.soak import soak
 from support.servers import health
 from support.servers.server import ServerProcess, eventually, runs
@@ -55,24 +54,22 @@ def harmed():
         yield process
 
 
-def restarts(server):
-    return scrape(server.facts["metrics"]).total("warpfit_engine_restarts_total")
-
-
 def test_a_batch_is_refused_after_its_second_crash_and_others_are_answered(harmed):
+    def restarts():
+        return scrape(harmed.facts["metrics"]).total("warpfit_engine_restarts_total")
+
     with Load(harmed.address, 3) as load, warpfit.connect(harmed.address) as client:
         load.wait_for_answers(3)
         data = client.upload(FEW, FEW[:, 0])
-        before = restarts(harmed)
+        before = restarts()
         for _ in range(2):  # the second time it is known
             with pytest.raises(warpfit.FailedPreconditionError) as caught:
                 client.evaluate(data, [f"x1 + {FATAL}", "x1 * 2"], loss="mse")
             assert caught.value.reason == "BATCH_QUARANTINED"
             assert client.evaluate(data, ["x1"], loss="mse")[0] == 0.0  # the data set is fine
             load.wait_for_answers(3)
-            assert restarts(harmed) - before == 2
-    assert not load.failures
-    assert load.wrong == 0
+            assert restarts() - before == 2
+    assert (load.wrong, load.failures) == (0, [])
     health.wait_for(harmed.facts["health"], "SERVING")
 
 
@@ -83,13 +80,12 @@ def test_a_connection_lost_to_a_live_engine_comes_back(harmed):
         for _ in range(2):
             with pytest.raises(warpfit.UnavailableError):
                 client.evaluate(data, [f"x1 + {CUT}"], loss="mse")
-            end = time.monotonic() + 5
-            while True:
-                try:
-                    assert client.evaluate(data, ["x1"], loss="mse")[0] == 0.0
-                    break
-                except warpfit.UnavailableError:
-                    assert time.monotonic() < end, "it never comes back"
+
+            def is_back():
+                with suppress(warpfit.UnavailableError):
+                    return client.evaluate(data, ["x1"], loss="mse")[0] == 0.0
+
+            eventually(is_back, 5)
         assert harmed.engine().pid == engine
     health.wait_for(harmed.facts["health"], "SERVING")
 
@@ -192,21 +188,19 @@ def test_sigstop_and_sigkill_of_one_and_a_rolling_restart(fleet):
 # ----------------------------------- a cache of compiled code that is damaged or cannot be written
 
 
-ROWS = np.arange(6.0).reshape(3, 2)
 #: Functions that compile in a second.
 SMALL = ("lowering.tokens_are_valid", "parallel_loop.close")
 
 
-@contextmanager
-def mounted(place, options):
-    """A small disk at a place; skips where this user may not mount one."""
-    ran = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], check=False)
-    if ran.returncode:
+@pytest.fixture
+def disk(tmp_path, request):
+    """A disk of some MiB; skips where this user may not mount one."""
+    place, size = tmp_path / "disk", f"size={request.param}m,mode=0700"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", place], check=False).returncode:
         pytest.skip("needs the right to mount")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", place], check=True)
+    yield place
+    subprocess.run(["umount", place], check=True)
 
 
 @pytest.fixture
@@ -219,16 +213,15 @@ def cache(tmp_path):
     return place
 
 
-def answers(server) -> bool:
-    with warpfit.connect(server.address) as client:
-        got = client.evaluate(client.upload(ROWS), ["x1 + x2"])
-    return got[:, 0].tolist() == [1.0, 5.0, 9.0]
-
-
 def serve(cache, log):
+    """Serve from a cache; return what a server writes, and how long it takes."""
     started = time.monotonic()
-    with ServerProcess("--cache-dir", str(cache), log=log) as server:
-        assert answers(server)
+    with (
+        ServerProcess("--cache-dir", str(cache), log=log) as server,
+        warpfit.connect(server.address) as client,
+    ):
+        data = client.upload(np.arange(6.0).reshape(3, 2))
+        assert client.evaluate(data, ["x1 + x2"])[:, 0].tolist() == [1.0, 5.0, 9.0]
     return log.read_text(), time.monotonic() - started
 
 
@@ -250,20 +243,17 @@ def test_files_that_are_not_whole_are_made_again(cache, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("fault", "said"), [("full", "No space left"), ("read-only", "Read-only file system")]
+    ("disk", "said"), [(12, "No space left"), (64, "Read-only file system")], indirect=["disk"]
 )
-def test_a_disk_that_cannot_be_written(cache, tmp_path, fault, said):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    with mounted(disk, f"size={12 if fault == 'full' else 64}m,mode=0700"):
-        shutil.copytree(cache, disk / "cache")
-        if fault == "full":
-            with (disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError):
-                while True:
-                    file.write(bytes(1 << 16))
-        else:
-            subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        log, seconds = serve(disk / "cache", tmp_path / "log")
+def test_a_disk_that_cannot_be_written(cache, disk, tmp_path, said):
+    shutil.copytree(cache, disk / "cache")
+    if said == "No space left":
+        with (disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+    else:
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    log, seconds = serve(disk / "cache", tmp_path / "log")
     assert log.count("compiled code is kept in a temporary directory") == 1
     assert said in log
     assert seconds < 30  # nothing was compiled again

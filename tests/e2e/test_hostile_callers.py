@@ -10,17 +10,9 @@ import numpy as np
 import pytest
 
 import warpfit
+from support.load.processes import in_threads
 from support.servers.network import RawConnection, part_of_message
-from support.servers.rpcs import (
-    LONG,
-    OWN_CONNECTION,
-    SERVICE,
-    WIDE,
-    bearer,
-    explained,
-    long_request,
-    start,
-)
+from support.servers.rpcs import LONG, SERVICE, WIDE, bearer, explained, long_request, start
 from support.servers.server import ServerProcess, token_file
 
 NO_RETRY = warpfit.RetryPolicy(total_seconds=0)
@@ -97,30 +89,27 @@ def test_unfinished_messages_are_accounted(server, modest, greedy):
             connection.send(stream, part_of_message(most, most - 1000), 2)
 
     before, counted, grown = resident(), [], []
-    threads = [threading.Thread(target=send, args=(greedy(),)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        counted.append(server.process.in_flight().nbytes)
-        grown.append(resident() - before)
-        works(modest)
+    with in_threads(send, [greedy() for _ in range(4)]) as threads:
+        while any(thread.is_alive() for thread in threads):
+            counted.append(server.process.in_flight().nbytes)
+            grown.append(resident() - before)
+            works(modest)
     # A process adds what arrives before it compares that with the limit.
     assert 2 * most <= max(counted) <= PENDING + len(front_ends) * most
     # Calls that have ended may leave as much in the heaps as those after them take.
     assert max(grown) < 4 * PENDING
 
 
-def test_a_call_of_many_hours_keeps_no_other_tenant_out(server, modest):
+def test_a_call_of_many_hours_keeps_no_other_tenant_out(server, modest, caller):
     token = server.tokens["greedy"]
     with (
         warpfit.connect(server.address, token=token, retry=NO_RETRY) as impatient,
         warpfit.connect(server.address, token=token) as patient,
-        grpc.insecure_channel(server.address, OWN_CONNECTION) as channel,
     ):
         data = patient.upload(WIDE, WIDE[:, 0])
         message = long_request(data, 60)
         # However long they are, each has half of its tenant's queue.
-        calls = [start(channel, message, metadata=bearer(token)) for _ in range(2)]
+        calls = [start(caller.channel, message, metadata=bearer(token)) for _ in range(2)]
         time.sleep(0.5)
         for _ in range(3):
             works(modest)
@@ -135,20 +124,19 @@ def test_a_call_of_many_hours_keeps_no_other_tenant_out(server, modest):
         assert patient.evaluate(data, [LONG], loss="mse").shape == (1,)
 
 
-def test_compressed_messages_are_refused_as_they_are(server):
+def test_compressed_messages_are_refused_as_they_are(server, caller):
     own = bearer(server.tokens["greedy"])
-    with grpc.insecure_channel(server.address, OWN_CONNECTION) as channel:
-        call = channel.unary_unary(SERVICE + "GetServerInfo")
-        with pytest.raises(grpc.RpcError) as caught:
-            call(bytes(1 << 20), metadata=own, compression=grpc.Compression.Gzip)
-        status, reason, _ = explained(caught.value)
-        assert (status, reason) == ("INVALID_ARGUMENT", "MALFORMED_MESSAGE"), "not too long"
+    call = caller.channel.unary_unary(SERVICE + "GetServerInfo")
+    with pytest.raises(grpc.RpcError) as caught:
+        call(bytes(1 << 20), metadata=own, compression=grpc.Compression.Gzip)
+    found = explained(caught.value)[:2]
+    assert found == ("INVALID_ARGUMENT", "MALFORMED_MESSAGE"), "not too long"
 
 
 def test_calls_that_are_taken_back_at_once(server, modest):
     stop = threading.Event()
 
-    def reset():
+    def reset(_):
         while not stop.is_set():
             with RawConnection(server.address) as connection:
                 while not stop.is_set() and connection.is_open:
@@ -157,13 +145,9 @@ def test_calls_that_are_taken_back_at_once(server, modest):
                     except OSError:
                         break
 
-    threads = [threading.Thread(target=reset) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(2):
-            works(modest)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+    with in_threads(reset, range(3)):
+        try:
+            for _ in range(2):
+                works(modest)
+        finally:
+            stop.set()

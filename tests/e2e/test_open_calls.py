@@ -17,7 +17,7 @@ import pytest
 
 import warpfit
 from support.servers import health
-from support.servers.rpcs import OWN_CONNECTION, SERVICE
+from support.servers.rpcs import SERVICE
 from support.servers.server import ServerProcess, eventually
 from warpfit import codec
 from warpfit.dataset import Dataset
@@ -46,13 +46,16 @@ def server():
 
 
 @pytest.fixture
-def channel(server):
-    with grpc.insecure_channel(server.address, OWN_CONNECTION) as made:
-        yield made
+def channel(caller):
+    return caller.channel
+
+
+@pytest.fixture
+def data(client):
+    return client.upload(X, X[:, 0], dtype="float64")
 
 
 def is_closed(client) -> bool:
-    """Whether the server has closed a connection."""
     client.settimeout(2)
     try:
         while client.recv(4096):
@@ -82,12 +85,7 @@ def test_further_connections_are_closed_and_places_come_back(server):
     eventually(is_served)
 
 
-def request(text, **options):
-    """Ask for the loss of an expression, and whatever else, in a call that goes on."""
-    asked = Evaluation(
-        DATA.content_id, Batch.of([parse(text)]), loss=Loss.MSE, **{"values": False, **options}
-    )
-    return codec.evaluation_to_bytes(asked, pieces=True)
+LOSS = {"loss": Loss.MSE, "values": False}
 
 
 class RawCall:
@@ -98,10 +96,6 @@ class RawCall:
         method = channel.stream_stream(SERVICE + name, None, parse)
         self.rpc = method(iter(self._requests.get, None), timeout=20)
 
-    def ask(self, text, **options):
-        """Return the messages of an answer."""
-        return self.send(request(text, **options))
-
     def send(self, message):
         """Send a request, and return the messages of its answer."""
         self._requests.put(message)
@@ -111,7 +105,8 @@ class RawCall:
         return messages
 
     def loss(self, text):
-        (message,) = self.ask(text)
+        asked = Evaluation(DATA.content_id, Batch.of([parse(text)]), **LOSS)
+        (message,) = self.send(codec.evaluation_to_bytes(asked, pieces=True))
         return np.frombuffer(message.losses)[0]
 
     def end(self):
@@ -119,13 +114,6 @@ class RawCall:
         self._requests.put(None)
         assert not list(self.rpc)
         return self.rpc.code()
-
-
-def ended(call):
-    """Wait for the end of a call that is sent no more; return its status."""
-    with suppress(grpc.RpcError):
-        assert not list(call.rpc)
-    return call.rpc.code()
 
 
 def test_each_request_gets_the_answer_of_a_call_of_its_own(channel):
@@ -144,12 +132,8 @@ def test_each_request_gets_the_answer_of_a_call_of_its_own(channel):
 def test_fits_follow_one_another_in_a_call(channel):
     call = RawCall(channel, "Optimize", codec.fit_answer_from_bytes, "result")
     for shift in (1.0, 2.0):
-        problem = Evaluation(
-            DATA.content_id,
-            Batch.of([parse(f"p1 * x1 + p2 - {shift}")], [[0.5, 0.0]]),
-            loss=Loss.MSE,
-            values=False,
-        )
+        batch = Batch.of([parse(f"p1 * x1 + p2 - {shift}")], [[0.5, 0.0]])
+        problem = Evaluation(DATA.content_id, batch, **LOSS)
         fit = FitRequest(problem, FitSettings(progress=True))
         *_, last = call.send(codec.fit_to_message(fit).SerializeToString())
         found = np.frombuffer(last.result.parameters)
@@ -165,28 +149,23 @@ def test_a_client_goes_on_after_a_pause_of_any_length(server):
             assert client.evaluate(data, ["x1 + 1"], loss="mse")[0] == pytest.approx(1)
 
 
-def test_short_and_long_requests_take_turns(server):
-    with warpfit.connect(server.address) as client:
-        data = client.upload(X, X[:, 0], dtype="float64")
-        for _ in range(3):
-            assert client.evaluate(data, ["x1 + 2"], loss="mse")[0] == pytest.approx(4)
-            losses = client.evaluate(data, ["x1 + 1"] * 20_000, loss="mse")  # 600 KB
-            np.testing.assert_allclose(losses, 1)
+def test_short_and_long_requests_take_turns(client, data):
+    for _ in range(3):
+        assert client.evaluate(data, ["x1 + 2"], loss="mse")[0] == pytest.approx(4)
+        losses = client.evaluate(data, ["x1 + 1"] * 20_000, loss="mse")  # 600 KB
+        np.testing.assert_allclose(losses, 1)
 
 
-def test_a_client_closes_at_once_and_a_program_ends_without_closing_it(server):
-    with warpfit.connect(server.address) as client:
-        data = client.upload(X, X[:, 0], dtype="float64")
-        client.evaluate(data, ["x1"], loss="mse")
+def test_a_client_closes_at_once_and_a_program_ends_without_closing_it(server, client, data):
+    client.evaluate(data, ["x1"], loss="mse")
+    client.close()
     program = (
         "import numpy, sys, warpfit\n"
         "client = warpfit.connect(sys.argv[1])\n"
         "data = client.upload(numpy.ones((9, 1)), numpy.ones(9))\n"
         "print(client.evaluate(data, ['x1 + 1'], loss='mse')[0])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, server.address], capture_output=True, text=True, timeout=60
-    )
+    done = python("-c", program, server.address, timeout=60)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "1.0", "")
 
 
@@ -195,8 +174,10 @@ def test_a_server_that_stops_ends_calls_that_wait(server, channel):
     call = RawCall(channel)
     call.loss("x1")
     server.process.terminate()
+    with suppress(grpc.RpcError):
+        assert not list(call.rpc)
     # Whichever the client hears of first: its end, or that of the connection.
-    assert ended(call) in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+    assert call.rpc.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
     assert server.stop() == 0
 
 
@@ -210,6 +191,10 @@ PACKAGES = ("grpcio", "grpcio-health-checking", "grpcio-status")
 CORE = "gets_the_answer or take_turns or closes_at_once"
 
 
+def python(*words, **options):
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, **options)
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_the_oldest_release_serves_and_calls(tmp_path):
@@ -217,23 +202,13 @@ def test_the_oldest_release_serves_and_calls(tmp_path):
     (bound,) = (need for need in project["dependencies"] if need.startswith("grpcio"))
     oldest = re.search(r">=([\d.]+)", bound)[1]
     install = ["pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", str(tmp_path)]
-    packages = [f"{name}=={oldest}.0" for name in PACKAGES]
-    got = subprocess.run(
-        [sys.executable, "-m", *install, *packages], capture_output=True, text=True
-    )
+    got = python("-m", *install, *(f"{name}=={oldest}.0" for name in PACKAGES))
     if got.returncode:
         pytest.skip(f"there is no such release here: {got.stderr.strip()[-200:]}")
-    paths = [str(tmp_path), *sys.path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     environment.pop("PYTEST_XDIST_WORKER", None)
-    code = "import grpc; print(grpc.__version__)"
-    found = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    found = python("-c", "import grpc; print(grpc.__version__)", env=environment)
     assert found.stdout.strip() == f"{oldest}.0"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    tests = [__file__, "-k", CORE]
-    ended = subprocess.run(
-        [*command, *tests], env=environment, cwd=ROOT, capture_output=True, text=True
-    )
+    plain = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    ended = python("-m", "pytest", *plain, __file__, "-k", CORE, env=environment, cwd=ROOT)
     assert ended.returncode == 0, ended.stdout[-3000:]

@@ -1,9 +1,10 @@
-"""Derivatives, reductions and fits through a real server process, compared with NumPy."""
+"""Derivatives, reductions, fits and weights through a real server, compared with NumPy."""
 
 import numpy as np
 import pytest
 
 import warpfit
+import warpfit.testing
 from support.random_programs import thesis_mix
 from warpfit import Reason, parse
 from warpfit.dataset import Dataset
@@ -18,7 +19,6 @@ Y = 3.0 * np.exp(-0.7 * X[:, 0]) + 0.5 * X[:, 1]
 WEIGHTS = rng.uniform(0.5, 2.0, size=1025)
 TEXTS = ["p1*exp(p2*x1) + p3*x2", "x1", "p1*x1 + p2"]
 STARTS = [[1.0, -0.1, 1.0], [], [0.5, 0.25]]
-LOSSES = ["mse", "r2", "huber", "abs(d)^1.5"]
 
 
 def expected(dtype, parameters=STARTS, rows=None, loss=None, **wishes):
@@ -38,11 +38,11 @@ def expected(dtype, parameters=STARTS, rows=None, loss=None, **wishes):
 # ------------------------------------------------------------------------------- one evaluation
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", ["mse", "r2", "huber", "abs(d)^1.5"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-4), ("float64", 1e-9)])
 def test_losses_and_gradients(client, loss, dtype, tolerance):
-    with client.upload(X, Y, WEIGHTS, dtype=dtype) as data:
-        losses, gradients = client.evaluate(data, TEXTS, STARTS, loss=loss, gradient=True)
+    data = client.upload(X, Y, WEIGHTS, dtype=dtype)
+    losses, gradients = client.evaluate(data, TEXTS, STARTS, loss=loss, gradient=True)
     wanted = expected(dtype, loss=loss, gradient=True)
     np.testing.assert_allclose(losses, wanted.losses[:, 0], rtol=tolerance)
     assert [gradient.shape for gradient in gradients] == [(3,), (0,), (2,)]
@@ -58,9 +58,9 @@ def test_several_vectors_rows_and_everything_at_once(client):
     wanted = expected(
         "float64", vectors, (7, 900), "mse", **dict.fromkeys(("values", *wishes), True)
     )
-    with client.upload(X, Y, WEIGHTS, dtype="float64") as data:
-        given = {"values": True, "loss": "mse", "rows": slice(7, 900)}
-        answer = client.run(data, TEXTS, vectors, **given, **dict.fromkeys(wishes, True))
+    data = client.upload(X, Y, WEIGHTS, dtype="float64")
+    given = {"values": True, "loss": "mse", "rows": slice(7, 900)}
+    answer = client.run(data, TEXTS, vectors, **given, **dict.fromkeys(wishes, True))
     close = {"rtol": 1e-9, "atol": 1e-9}
     np.testing.assert_allclose(answer.values, wanted.values.transpose(1, 2, 0), **close)
     np.testing.assert_allclose(answer.losses, wanted.losses.T, **close)
@@ -79,12 +79,11 @@ def test_several_vectors_rows_and_everything_at_once(client):
         np.testing.assert_allclose(got, wanted.reductions[..., index].T, **close)
 
 
-def test_linear_scaling(client, loss="r2"):
-    with client.upload(X, Y, WEIGHTS, dtype="float64") as data:
-        losses, slopes, intercepts = client.evaluate(
-            data, TEXTS, STARTS, loss=loss, linear_scaling=True
-        )
-    wanted = expected("float64", loss=loss, linear_scaling=True)
+def test_linear_scaling(client):
+    data, asked = client.upload(X, Y, WEIGHTS, dtype="float64"), {"loss": "r2"}
+    asked["linear_scaling"] = True
+    losses, slopes, intercepts = client.evaluate(data, TEXTS, STARTS, **asked)
+    wanted = expected("float64", **asked)
     np.testing.assert_allclose(losses, wanted.losses[:, 0], rtol=1e-8)
     np.testing.assert_allclose(slopes, wanted.scaling[:, 0, 0], rtol=1e-9)
     np.testing.assert_allclose(intercepts, wanted.scaling[:, 0, 1], rtol=1e-9)
@@ -97,11 +96,12 @@ def test_linear_scaling(client, loss="r2"):
     ("dtype", "tolerance", "loss"), [("float32", 1e-2, "huber"), ("float64", 1e-6, "mse")]
 )
 def test_a_fit(client, dtype, tolerance, loss):
-    with client.upload(X, Y, WEIGHTS, dtype=dtype) as data:
-        fit = client.optimize(data, TEXTS, STARTS, loss=loss, max_iterations=100)
-        again = client.optimize(data, TEXTS, STARTS, loss=loss, max_iterations=100)
-        before = client.evaluate(data, TEXTS, STARTS, loss=loss)
-        after = client.evaluate(data, TEXTS, fit.parameters, loss=loss)
+    data = client.upload(X, Y, WEIGHTS, dtype=dtype)
+    fit, again = (
+        client.optimize(data, TEXTS, STARTS, loss=loss, max_iterations=100) for _ in range(2)
+    )
+    before = client.evaluate(data, TEXTS, STARTS, loss=loss)
+    after = client.evaluate(data, TEXTS, fit.parameters, loss=loss)
     np.testing.assert_allclose(fit.parameters[0], [3.0, -0.7, 0.5], rtol=tolerance)
     np.testing.assert_allclose(fit.initial_loss, before, rtol=1e-6)
     np.testing.assert_allclose(fit.loss, after, rtol=1e-4, atol=1e-12)
@@ -112,20 +112,16 @@ def test_a_fit(client, dtype, tolerance, loss):
 
 
 def test_options_reach_the_driver(client):
-    with client.upload(X, Y, dtype="float64") as data:
-        fit = client.optimize(
-            data,
-            TEXTS,
-            [[[1.0, -0.1, 1.0], [2.0, -2.0, 0.0]], np.empty((2, 0)), [[0.5, 0.25], [9.0, 9.0]]],
-            loss="rmse",
-            method="lm",
-            bounds=([[None, -0.5, None], None, None], 5.0),
-            fixed=[None, None, [False, True]],
-            all_starts=True,
-            standard_errors=True,
-            covariance=True,
-            rows=(10, 700),
-        )
+    starts = [[[1.0, -0.1, 1.0], [2.0, -2.0, 0.0]], np.empty((2, 0)), [[0.5, 0.25], [9.0, 9.0]]]
+    fit = client.optimize(
+        client.upload(X, Y, dtype="float64"),
+        TEXTS,
+        starts,
+        **{"loss": "rmse", "method": "lm", "rows": (10, 700), "all_starts": True},
+        bounds=([[None, -0.5, None], None, None], 5.0),
+        fixed=[None, None, [False, True]],
+        **{"standard_errors": True, "covariance": True},
+    )
     assert fit.loss.shape == (2, 3)
     assert (fit.parameters[0][:, 1] == -0.5).all()
     assert fit.parameters[2][0, 1] == 0.25
@@ -135,12 +131,8 @@ def test_options_reach_the_driver(client):
     )
 
 
-ENDLESS = {
-    "max_iterations": 100_000,
-    "gradient_tolerance": 0,
-    "step_tolerance": 0,
-    "loss_tolerance": 0,
-}
+ENDLESS = {"gradient_tolerance": 0, "step_tolerance": 0, "loss_tolerance": 0}
+ENDLESS["max_iterations"] = 100_000
 
 
 def test_progress_partial_results_and_deadlines(client):
@@ -170,14 +162,14 @@ def test_progress_partial_results_and_deadlines(client):
     ],
 )
 def test_bad_fits_are_refused(client, options, reason):
-    with client.upload(X, Y) as data, pytest.raises(warpfit.InvalidArgumentError) as caught:
-        client.optimize(data, TEXTS, STARTS, **options)
+    with pytest.raises(warpfit.InvalidArgumentError) as caught:
+        client.optimize(client.upload(X, Y), TEXTS, STARTS, **options)
     assert caught.value.reason == reason
 
 
 def test_a_missing_parameter_is_found_by_the_server(client):
-    with client.upload(X, Y) as data, pytest.raises(warpfit.ProgramError) as caught:
-        client.optimize(data, TEXTS, [[1.0], [], [1.0, 1.0]])
+    with pytest.raises(warpfit.ProgramError) as caught:
+        client.optimize(client.upload(X, Y), TEXTS, [[1.0], [], [1.0, 1.0]])
     assert (caught.value.reason, caught.value.expression) == ("PARAMETER_OUT_OF_RANGE", 0)
 
 
@@ -196,4 +188,107 @@ def test_a_fit_that_cannot_begin_says_what_float32_cannot_hold(client):
         assert len(caught) == 1
 
 
-# ----------------------------------------------------------------- large results and special values
+# ---------------------------------------------------------- a row of weight 0, whatever is in it
+
+
+ROWS = 5_000
+rng = np.random.default_rng(3)
+TABLE = rng.uniform(0.5, 2.0, size=(ROWS, 2))
+TARGET = 2.0 * TABLE[:, 0] + 0.3 * np.log(TABLE[:, 1]) + 0.01 * rng.normal(size=ROWS)
+ROW_WEIGHTS = rng.uniform(0.5, 2.0, size=ROWS)
+PROGRAMS = ["p1*x1 + p2*log(x2)", "x1/x2", "2*x1", "p1*sqrt(x2)"]
+FIRST = [[0.5, 0.5], [], [], [1.0]]
+#: Places of rows without a weight: the first one, a whole block and more, some, all but a few.
+PLACES = {
+    "first": np.arange(1),
+    "first block": np.arange(2_500),
+    "some": np.arange(3, ROWS, 7),
+    "most": np.setdiff1d(np.arange(ROWS), [17, 1800, 1801, 4000, 4999, 4998]),
+}
+#: What is there in the variables and the target; 0 is a pole of the programs.
+JUNK = {"nan": np.nan, "inf": -np.inf, "zero": 0.0, "fill value": 9.96921e36}
+
+
+@pytest.fixture(params=["server", "reference"])
+def either(request, client):
+    """A client of a server, and one of `warpfit.testing`."""
+    return client if request.param == "server" else warpfit.testing.client()
+
+
+def spoilt(place, junk):
+    x, y, w = TABLE.copy(), TARGET.copy(), ROW_WEIGHTS.copy()
+    x[PLACES[place]], y[PLACES[place]], w[PLACES[place]] = JUNK[junk], JUNK[junk], 0.0
+    return x, y, w
+
+
+@pytest.mark.parametrize("rows", [(0, 17), (1000, 3049)])
+def test_a_range_of_rows_has_the_losses_of_a_data_set_of_its_own(either, rows):
+    """Sums are added up by blocks that begin at fixed rows, so that the last bits may differ."""
+    own = slice(*rows)
+    data = either.upload(TABLE, TARGET, ROW_WEIGHTS, dtype="float64")
+    other = either.upload(TABLE[own], TARGET[own], ROW_WEIGHTS[own], dtype="float64")
+    for loss in ("mse", "r2", "mae", "w*abs(d)^1.5"):
+        found = either.run(data, PROGRAMS, FIRST, loss=loss, rows=rows).losses
+        wanted = either.run(other, PROGRAMS, FIRST, loss=loss).losses
+        np.testing.assert_allclose(found, wanted, rtol=1e-13)
+
+
+@pytest.mark.parametrize(("place", "missing"), [("first block", "refuse"), ("most", "drop")])
+def test_the_evidence_is_that_of_the_rows_with_a_weight(either, place, missing):
+    """A row of weight 0 counts as one that is not there, also where a formula has no value."""
+    x, y, w = spoilt(place, "nan")
+    kept = w > 0
+    fits = [
+        either.optimize(
+            either.upload(*rows, dtype="float64"), PROGRAMS, FIRST, evidence=True, missing=missing
+        )
+        for rows in ((x, y, w), (x[kept], y[kept], w[kept]))
+    ]
+    found, wanted = fits
+    names = ("rows", "log_likelihood", "bic", "description_length", "variance", "freedom")
+    for name in (*names, "standard_errors"):
+        assert_same(getattr(found.evidence, name), getattr(wanted.evidence, name))
+    assert_same(found.loss, wanted.loss)
+    assert_same(found.parameters, wanted.parameters)
+    assert found.evidence.warnings == wanted.evidence.warnings
+
+
+def assert_same(found, wanted):
+    """Compare arrays, or lists of arrays."""
+    lists = (found, wanted) if isinstance(found, list) else ([found], [wanted])
+    for got, want in zip(*lists, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("place", "junk", "dtype"),
+    [
+        *(("first", "nan", "float64"), ("first block", "inf", "float32")),
+        *(("some", "zero", "float64"), ("most", "fill value", "float32")),
+    ],
+)
+def test_all_sums_are_those_of_the_other_rows(either, place, junk, dtype):
+    x, y, w = spoilt(place, junk)
+    data = either.upload(x, y, w, dtype=dtype)
+    kept = w > 0
+    other = either.upload(x[kept], y[kept], w[kept], dtype=dtype)
+    for loss in ("mse", "r2", "nmse", "mae", "gaussian", "w*abs(d)^1.5"):
+        for options in ({}, {"gradient": True, "variable_gradient": True}):
+            got = either.run(data, PROGRAMS, FIRST, loss=loss, **options)
+            want = either.run(other, PROGRAMS, FIRST, loss=loss, **options)
+            assert np.isfinite(got.losses).all()
+            for name in ("losses", *(["variable_gradients", "gradients"] if options else [])):
+                assert_same(getattr(got, name), getattr(want, name))
+    options = {"loss": "mse", "linear_scaling": True, "correlation": True}
+    got, want = (either.run(one, PROGRAMS, FIRST, **options) for one in (data, other))
+    for name in ("losses", "slopes", "intercepts", "correlations"):
+        assert_same(getattr(got, name), getattr(want, name))
+
+
+def test_sums_over_no_row_are_zero(either):
+    data = either.upload([[np.nan], [2.0], [1.0]], [1.0, np.nan, 1.0], [0.0, 0.0, 2.0])
+    for one, rows in ((data, (0, 2)), (either.upload([[np.nan]], [1.0], [0.0]), None)):
+        assert either.evaluate(one, ["x1"], loss="sse", rows=rows) == [0.0]
+        assert np.isnan(either.evaluate(one, ["x1"], loss="mse", rows=rows)).all()
+        fit = either.optimize(one, ["p1*x1"], [[1.0]], rows=rows)
+        assert fit.reason == [warpfit.Reason.NOT_FINITE]

@@ -20,7 +20,7 @@ import pytest
 import warpfit
 from support.load.load import OwnConnection
 from support.servers import health
-from support.servers.rpcs import OWN_CONNECTION, SERVICE, Caller, request
+from support.servers.rpcs import OWN_CONNECTION, Caller, request, start
 from support.servers.server import ServerProcess, eventually
 from warpfit.cli.main import main
 from warpfit.cli.top import scrape
@@ -37,16 +37,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def log(folder):
-    return folder / "log"
-
-
-@pytest.fixture(scope="module")
-def server(folder, log):
+def server(folder):
     """A server of three front ends, parts of which may be killed."""
     flags = ("--front-ends", "3", "--max-resident-bytes", "16MiB", "--threads", "2", *PORTS)
-    flags += ("--address-file", str(folder / "servers"))
-    with ServerProcess(*flags, "--log-format", "json", "--log-level", "debug", log=log) as process:
+    flags += ("--address-file", str(folder / "servers"), "--log-format", "json")
+    with ServerProcess(*flags, "--log-level", "debug", log=folder / "log") as process:
         yield process
 
 
@@ -55,22 +50,12 @@ def clients(server):
     """So many clients that each process has some; the kernel deals them out by chance."""
     with ExitStack() as stack:
         connected: list[warpfit.Client] = []
-        while len(connected) < CLIENTS or len(processes_with_connections(server)) < FRONT_ENDS:
+        while len(connected) < CLIENTS or not all(map(server.connections, server.front_ends())):
             assert len(connected) < 20 * CLIENTS
             client = warpfit.connect(server.address, transport=OwnConnection())
             connected.append(stack.enter_context(client))
             client.info()
         yield connected
-
-
-def processes_with_connections(server: ServerProcess) -> set[int]:
-    port = int(server.address.rpartition(":")[2])
-    return {
-        process.pid
-        for process in server.front_ends()
-        for connection in process.net_connections("tcp")
-        if connection.laddr.port == port and connection.status == psutil.CONN_ESTABLISHED
-    }
 
 
 def assert_right(client: warpfit.Client, data: Any, factor: float) -> None:
@@ -83,10 +68,8 @@ def test_threads_that_compute_make_way_for_what_answers_calls(server, clients):
     clients[0].evaluate(data, ["sin(x1)*x2"] * 8, reductions=["mean"])
     own = os.getpriority(os.PRIO_PROCESS, 0)
     threads = [one.id for one in server.engine().threads()]
-    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {
-        own,
-        min(own + 10, 19),
-    }
+    found = {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
+    assert found == {own, min(own + 10, 19)}
 
 
 @pytest.mark.thorough
@@ -147,13 +130,18 @@ def test_every_process_knows_that_the_engine_is_gone_and_the_next_one_serves_it(
 def test_calls_of_every_process_are_counted_once(server, clients):
     data = clients[0].upload(X, dtype="float64")
     health.wait_for(server.address, "SERVING")
-    before = settled(server)
+
+    def settled():
+        time.sleep(0.8)  # until the further processes have sent theirs
+        return scrape(server.facts["metrics"])
+
+    before = settled()
     for client in clients:
         client.evaluate(data, ["x1 + x2", "p1"], [[], [1.0]], rows=slice(0, 50))
         with pytest.raises(warpfit.ProgramError) as caught:
             client.evaluate(data, ["x1 + x9"])
         assert (caught.value.reason, caught.value.expression) == ("VARIABLE_OUT_OF_RANGE", 0)
-    after = settled(server)
+    after = settled()
 
     def grown(name, **labels):
         return after.total(name, **labels) - before.total(name, **labels)
@@ -174,20 +162,12 @@ def test_calls_of_every_process_are_counted_once(server, clients):
     assert named == {"main", "engine cpu:0", *front_ends}
 
 
-def settled(server):
-    """The metrics, once the further processes have sent theirs."""
-    time.sleep(0.8)
-    return scrape(server.facts["metrics"])
-
-
-def test_request_ids_go_in_come_out_and_stand_in_the_log(server, clients, log):
-    data = clients[0].upload(X)
-    with grpc.insecure_channel(server.address) as channel:
-        method = channel.unary_stream(f"{SERVICE}Evaluate")
-        metadata = [("x-request-id", "run-7/call.3")]
-        answer = method(request(data, ["x1"]), metadata=metadata, timeout=20)
-        list(answer)
-        assert dict(answer.trailing_metadata())["x-request-id"] == "run-7/call.3"
+def test_request_ids_go_in_come_out_and_stand_in_the_log(clients, caller, folder):
+    data, log = clients[0].upload(X), folder / "log"
+    metadata = [("x-request-id", "run-7/call.3")]
+    answer = start(caller.channel, request(data, ["x1"]), metadata=metadata)
+    list(answer)
+    assert dict(answer.trailing_metadata())["x-request-id"] == "run-7/call.3"
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     (line,) = [line for line in lines if line.get("request_id") == "run-7/call.3"]
     assert (line["method"], line["status"], line["tenant"]) == ("Evaluate", "OK", "default")
@@ -229,31 +209,23 @@ def test_every_process_sees_a_release_and_its_memory_comes_back(server, clients)
     eventually(lambda: server.shared_memory() <= much)
     message = request(data, ["x1"])
     for _ in range(CLIENTS):
-        options = OwnConnection().channel_options()
-        with (
-            grpc.insecure_channel(server.address, options) as channel,
-            pytest.raises(grpc.RpcError) as caught,
-        ):
-            list(channel.unary_stream(SERVICE + "Evaluate")(message, timeout=10))
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        with grpc.insecure_channel(server.address, OWN_CONNECTION) as channel:
+            assert Caller(channel).refused("Evaluate", message)[0] == "NOT_FOUND"
     assert clients[1].evaluate(data, ["x1"]).shape == (200_000, 1), "it is uploaded again"
 
 
-def test_the_least_recently_used_data_set_goes_and_comes_back_unseen(server):
+def test_the_least_recently_used_data_set_goes_and_comes_back_unseen(client, caller):
     """The 16 MiB have room for one of three at a time."""
     sets = [np.random.default_rng(n).normal(size=(500_000, 3)) for n in range(3)]
-    with warpfit.connect(server.address) as client:
-        handles = [client.upload(each, dtype="float64") for each in sets]
-        with grpc.insecure_channel(server.address, OWN_CONNECTION) as channel:
-            caller = Caller(channel)
-            assert caller.call("GetVariables", handles[2].dataset)
-            assert caller.refused("GetVariables", handles[0].dataset)[0] == "NOT_FOUND"
-        for data, content in zip(handles, sets, strict=True):
-            got = client.evaluate(data, ["x1 + x2"], rows=slice(0, 5))
-            np.testing.assert_array_equal(got[:, 0], content[:5, :2].sum(axis=1))
-            client.release(data, everywhere=True)
-        with pytest.raises(warpfit.ResourceExhaustedError, match="more bytes"):
-            client.upload(np.ones((500_000, 6)), dtype="float64")
+    handles = [client.upload(each, dtype="float64") for each in sets]
+    assert caller.call("GetVariables", handles[2].dataset)
+    assert caller.refused("GetVariables", handles[0].dataset)[0] == "NOT_FOUND"
+    for data, content in zip(handles, sets, strict=True):
+        got = client.evaluate(data, ["x1 + x2"], rows=slice(0, 5))
+        np.testing.assert_array_equal(got[:, 0], content[:5, :2].sum(axis=1))
+        client.release(data, everywhere=True)
+    with pytest.raises(warpfit.ResourceExhaustedError, match="more bytes"):
+        client.upload(np.ones((500_000, 6)), dtype="float64")
 
 
 def test_the_main_process_answers_no_calls(server):

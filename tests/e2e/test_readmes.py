@@ -168,7 +168,15 @@ def check_command(line: str, checkout: Path) -> None:
     if any(shlex.join(words).startswith(f"{known.strip()}") for known in NOT_RUN):
         check_words(words, checkout)
     elif words[:2] == ["warpfit", "serve"] and "--help" not in words:
-        serve(words, checkout)
+        command = executed([*words, "--port", "0"], checkout)
+        with subprocess.Popen(**command, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                banner = server.stdout.readline()
+                assert "listening on" in banner
+                assert "cpu" in run(["warpfit", "info", banner.split()[3]], checkout)
+            finally:
+                server.terminate()
+            assert server.wait(30) == 0
     else:
         run(words, checkout)
 
@@ -190,7 +198,12 @@ def check_words(words: list[str], checkout: Path) -> None:
     if words[0] == "warpfit" or words[1:2] == ["client/examples/diabetes_gp.py"]:
         length = 3 if words[1:2] in (["bench"], ["ray"]) and words[2:3] != ["--profile"] else 2
         given = [word for word in words[:length] if "." not in word or word.endswith(".py")]
-        assert all(flag in help_of(*given) for flag in flags_in(line)), line
+        check_flags(line, *given)
+
+
+def check_flags(line: str, *words: str) -> None:
+    flags = [word for word in shlex.split(line, comments=True) if word[:2] == "--"]
+    assert all(flag.partition("=")[0] in help_of(*words) for flag in flags), line
 
 
 #: Commands in sentences, but for those with which a command of a block begins.
@@ -217,9 +230,9 @@ def test_commands_in_sentences(line: str, server, checkout, monkeypatch):
         return
     words = line.removeprefix(".venv/bin/").split()
     if words[0] == "warpfit" and words[1] in ("serve", "search"):  # blocks run them
-        assert all(flag in help_of(*words[:2]) for flag in flags_in(line))
-        return
-    check_command(line, checkout)
+        check_flags(line, *words[:2])
+    else:
+        check_command(line, checkout)
 
 
 def test_every_exception_from_running_is_needed():
@@ -237,7 +250,6 @@ def executed(words: list[str], folder: Path) -> dict[str, Any]:
 
 @cache
 def help_of(*words: str) -> str:
-    """Return the help text of a command."""
     return run([*words, "--help"], ROOT)
 
 
@@ -254,19 +266,6 @@ def run(words: list[str], folder: Path) -> str:
     done = subprocess.run(**executed(words, folder), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def serve(words: list[str], folder: Path) -> None:
-    """Start a server on a free port, ask it who it is, and stop it."""
-    command = executed([*words, "--port", "0"], folder)
-    with subprocess.Popen(**command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            banner = server.stdout.readline()
-            assert "listening on" in banner
-            assert "cpu" in run(["warpfit", "info", banner.split()[3]], folder)
-        finally:
-            server.terminate()
-        assert server.wait(30) == 0
 
 
 def check_build(snippet: Snippet, server: ServerProcess, checkout: Path) -> None:
@@ -287,17 +286,13 @@ def check_build(snippet: Snippet, server: ServerProcess, checkout: Path) -> None
 # ------------------------------------------- blocks that install: with the extra's packages alone
 
 
-def extra_of(snippet: Snippet) -> str:
-    (extra,) = re.findall(r"pip install (?:-q )?-e '\.\[(\w+)\]'", snippet.code)
-    assert extra in EXTRAS
-    return extra
-
-
-def shell(code: str, extra: str, folder: Path) -> str:
-    """Paste code into a shell where one extra is installed; return what it prints.
+def shell(code: str, snippet: Snippet, folder: Path) -> str:
+    """Paste code into a shell where the extra of a snippet is installed; return what it prints.
 
     What it leaves in the background is ended.
     """
+    (extra,) = re.findall(r"pip install (?:-q )?-e '\.\[(\w+)\]'", snippet.code)
+    assert extra in EXTRAS
     binaries = folder / "bin"
     binaries.mkdir(exist_ok=True)
     for name, command in {"python": "", "warpfit": f'-c "{MAIN}"'}.items():
@@ -329,7 +324,7 @@ def test_the_first_command(tmp_path):
     (tmp_path / "client").symlink_to(ROOT / "client")
     start = start.removeprefix(".venv/bin/")
     small = "--generations 1 --population 60 --workers 1 --optimize"
-    out = shell(f"{start} {small}", extra_of(command), tmp_path)
+    out = shell(f"{start} {small}", command, tmp_path)
     assert re.search(r"progression = .*\n\s*LaTeX: ", out)
     # A constant reaches the standard deviation of the target.
     assert float(re.findall(r"train RMSE ([0-9.]+)", out)[0]) < 77
@@ -339,22 +334,15 @@ def test_the_first_command(tmp_path):
 @pytest.mark.thorough
 def test_the_start_of_the_tutorial(tmp_path):
     (server,) = INSTALLING[2:]
-    address, extra = f"127.0.0.1:{free_port()}", extra_of(server)
+    address = f"127.0.0.1:{free_port()}"
     first = programs("client/README.md")[0][0].code.replace(ADDRESS, address)
     (tmp_path / "first.py").write_text(first)
     start = server.code.splitlines()[1].replace("50551", address.partition(":")[2])
     listens = f": < /dev/tcp/{address.replace(':', '/')}"
     wait = f"until ({listens}) 2>&-; do sleep 0.2; done"
-    out = shell(f"{start}\n{wait}\nwarpfit info {address}\npython first.py", extra, tmp_path)
+    out = shell(f"{start}\n{wait}\nwarpfit info {address}\npython first.py", server, tmp_path)
     losses = re.search(r"^\[\s*(\S+)\s+(\S+)\s+(\S+?)\s*\]$", out, re.M)
     assert float(losses[2]) < 1e-6 < float(losses[1])
     assert "cpu" in out
     with pytest.raises(AssertionError, match="No module named 'sklearn'"):
-        shell("python -c 'import numba, sklearn'", extra, tmp_path)
-
-
-# ------------------------------------------------------------- what sentences and tables mention
-
-
-def flags_in(code: str) -> set[str]:
-    return {word.partition("=")[0] for word in shlex.split(code, comments=True) if word[:2] == "--"}
+        shell("python -c 'import numba, sklearn'", server, tmp_path)

@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
-from support.servers.rpcs import OWN_CONNECTION, SERVICE, Caller, detail_of, explained
+from support.servers.rpcs import explained, search_request
 from support.servers.server import eventually
 from warpfit.dataset import Dataset
 from warpfit.searching import SearchReason
@@ -20,41 +20,32 @@ RNG = np.random.default_rng(5)
 X = RNG.normal(size=(300, 3))
 Y = 2.0 * X[:, 0] * X[:, 1] + 1.0
 DATA = Dataset.of(X, Y, dtype="float64")
-#: Settings that keep a search small, and one that lasts until something else ends it.
-SMALL = {"population": 64, "islands": 1}
-QUICK = {**SMALL, "pairs": False}
-LONG = {"max_seconds": 600.0, "no_pairs": True, **SMALL}
-SEARCH = SERVICE + "Search"
+#: Settings of the client that keep a search small.
+QUICK = {"population": 64, "islands": 1, "pairs": False}
+
+
+@pytest.fixture(autouse=True)
+def uploaded(caller):
+    caller.call("UploadVariables", DATA)
 
 
 @pytest.fixture
-def caller(server):
-    with grpc.insecure_channel(server.address, OWN_CONNECTION) as channel:
-        made = Caller(channel)
-        made.call("UploadVariables", DATA)
-        yield made
+def data(client):
+    return client.upload(X, Y, dtype="float64")
 
 
-def request(dataset=DATA, **given):
-    return pb.SearchRequest(content_id=dataset.content_id, **given)
+def asked(dataset=DATA, **given):
+    return search_request(dataset.content_id, **given)
 
 
-def search(caller, dataset=DATA, **given):
-    """Return the messages of an answer."""
-    data = caller.send("Search", request(dataset, **given), timeout=120)
-    return [pb.SearchResponse.FromString(message) for message in data]
-
-
-def begun(caller, **given):
-    """Begin a search, and wait for its first progress; return gRPC's call."""
-    method = caller.channel.unary_stream(SEARCH)
-    call = method(request(**(LONG | given)).SerializeToString(), metadata=caller.metadata)
-    next(call)
-    return call
+def begun(caller, dataset=DATA):
+    """Begin a search that lasts until something else ends it."""
+    return caller.begin("Search", asked(dataset, max_seconds=600.0))
 
 
 def test_a_data_set_and_a_budget_are_enough(caller):
-    *progress, last = search(caller, max_seconds=0.7)
+    request = pb.SearchRequest(content_id=DATA.content_id, max_seconds=0.7)
+    *progress, last = map(pb.SearchResponse.FromString, caller.send("Search", request, 120))
     assert all(one.end == pb.END_NONE and not one.HasField("timings") for one in progress)
     assert (last.end, last.HasField("timings")) == (pb.END_TIME, True)
     assert last.seconds >= 0.7
@@ -64,66 +55,54 @@ def test_a_data_set_and_a_budget_are_enough(caller):
     assert (np.diff(losses) < 0).all()
 
 
-# --------------------------------------------------------------------------------------- bad input
-
 ONCE = {"max_generations": 1}
-UNITS = np.eye(3, 7)
 BAD_LOSS = pb.LossFunction(codes=b"\1\1", values=bytes(16))
-WRONG = {
-    "BUDGET_MISSING": {},
-    "UNKNOWN_OPERATOR": {"operators": {"plus": 1.0}, **ONCE},
-    "ROWS_OUT_OF_RANGE": {"rows": pb.RowRange(start=5, stop=5), **ONCE},
-    "STACK_LEFTOVERS": {"loss_function": BAD_LOSS, **ONCE},
-    "BAD_UNITS": {"units": pb.SearchUnits(variables=bytes(8)), **ONCE},
-    "UNSATISFIABLE": {
-        "units": pb.SearchUnits(
-            variables=UNITS.tobytes(), target=np.eye(7)[6].tobytes(), dimensionless_constants=True
+UNITS = pb.SearchUnits(
+    variables=np.eye(3, 7).tobytes(), target=np.eye(7)[6].tobytes(), dimensionless_constants=True
+)
+
+
+@pytest.mark.parametrize(
+    ("reason", "given"),
+    [
+        ("BUDGET_MISSING", {"population": 64}),
+        ("UNKNOWN_OPERATOR", {"operators": {"plus": 1.0}, **ONCE}),
+        ("ROWS_OUT_OF_RANGE", {"rows": pb.RowRange(start=5, stop=5), **ONCE}),
+        ("STACK_LEFTOVERS", {"loss_function": BAD_LOSS, **ONCE}),
+        ("BAD_UNITS", {"units": pb.SearchUnits(variables=bytes(8)), **ONCE}),
+        (
+            "UNSATISFIABLE",
+            {"units": UNITS, **ONCE},
         ),
-        "max_seconds": 600.0,
-    },
-}
-
-
-@pytest.mark.parametrize("reason", WRONG)
-def test_what_is_wrong_is_refused_with_its_reason(caller, reason):
-    with pytest.raises(grpc.RpcError) as caught:
-        search(caller, **WRONG[reason])
-    assert explained(caught.value)[:2] == ("INVALID_ARGUMENT", reason)
+    ],
+)
+def test_what_is_wrong_is_refused_with_its_reason(caller, reason, given):
+    assert caller.refused("Search", asked(**given))[:2] == ("INVALID_ARGUMENT", reason)
 
 
 def test_a_population_over_the_memory_is_told_how_much_there_is(caller):
-    with pytest.raises(grpc.RpcError) as caught:
-        search(caller, population=2**50, **ONCE)
-    detail = detail_of(caught.value)
-    assert (caught.value.code().name, detail.reason) == ("RESOURCE_EXHAUSTED", "SEARCH_TOO_LARGE")
+    status, detail = caller.refusal("Search", asked(population=2**50, **ONCE))
+    assert (status, detail.reason) == ("RESOURCE_EXHAUSTED", "SEARCH_TOO_LARGE")
     assert detail.needed > detail.available > 2**20
     assert str(detail.available) in detail.message
 
 
-# -------------------------------------------------------------------------------------- the client
-
-
-def test_the_deadline_of_a_call_ends_a_search_in_time(client):
-    data = client.upload(X, Y, dtype="float64")
+def test_the_deadline_of_a_call_ends_a_search_in_time(client, data):
     client.search(data, generations=1, **QUICK)  # the code is loaded
     found = client.search(data, seconds=600, timeout=2.5, **QUICK)
     assert found.reason == SearchReason.TIME
     assert found.losses.min() < Y.var()
 
 
-def test_an_interrupt_ends_a_search_and_leaves_a_client_that_works(client, server):
-    data = client.upload(X, Y, dtype="float64")
-    seen = threading.Event()
+def test_an_interrupt_ends_a_search_and_leaves_a_client_that_works(client, server, data):
+    interrupt = threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGINT))
 
-    def interrupt():
-        seen.wait(60)
-        os.kill(os.getpid(), signal.SIGINT)
+    def progress(found):
+        if not interrupt.is_alive():
+            interrupt.start()
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
     with pytest.raises(KeyboardInterrupt):
-        client.search(data, seconds=600, progress=lambda found: seen.set(), **QUICK)
-    thread.join()
+        client.search(data, seconds=600, progress=progress, **QUICK)
     assert len(client.search(data, generations=1, **QUICK)) > 0
     eventually(lambda: server.in_flight() == Amounts())
 
@@ -147,11 +126,8 @@ def test_nothing_is_left_of_a_client_that_goes_away(caller, server):
 def test_a_data_set_that_is_removed_ends_its_search_and_no_other(caller):
     other = Dataset.of(X + 1, Y, dtype="float64")
     caller.call("UploadVariables", other)
-    lasting = begun(caller)
-    method = caller.channel.unary_stream(SEARCH)
-    call = method(request(other, **LONG).SerializeToString())
-    next(call)
-    caller.send("ReleaseVariables", pb.ReleaseVariablesRequest(content_id=other.content_id))
+    lasting, call = begun(caller), begun(caller, other)
+    caller.call("ReleaseVariables", other)
     next(call)  # others may still need it
     everywhere = pb.ReleaseVariablesRequest(content_id=other.content_id, everywhere=True)
     caller.send("ReleaseVariables", everywhere)
@@ -162,27 +138,17 @@ def test_a_data_set_that_is_removed_ends_its_search_and_no_other(caller):
     lasting.cancel()
 
 
-def interrupted(client, data, interrupt):
-    """Search until the search has gone on after an interruption; return all progress."""
+def test_a_search_outlives_its_engine_and_says_so(server, client, data, caplog):
     seen = []
 
     def progress(found):
+        if not seen:
+            server.kill_engine()
         seen.append(found)
-        if len(seen) == 1:
-            interrupt()
-        return found.interruptions
+        return found.interruptions  # it has gone on
 
     found = client.search(data, seconds=600, progress=progress, **QUICK)
-    return [*seen, found]
-
-
-# ----------------------------------------------------------------------------------------- engines
-
-
-def test_a_search_outlives_its_engine_and_says_so(server, client, caplog):
-    data = client.upload(X, Y, dtype="float64")
-    first, *_, found = interrupted(client, data, server.kill_engine)
     assert found.interruptions == 1
     assert "goes on from its front" in caplog.text
-    assert found.tried > first.tried
-    assert found.losses[-1] <= first.losses[-1]
+    assert found.tried > seen[0].tried
+    assert found.losses[-1] <= seen[0].losses[-1]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -66,13 +67,9 @@ def test_a_server_ends_with_its_owner_and_leaves_nothing(tmp_path, program, end)
     command = [sys.executable, "-c", BEGIN + program]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env=environment, text=True, **pipes) as owner:
-        assert owner.stdin is not None
-        assert owner.stdout is not None
         children = [psutil.Process(pid) for pid in json.loads(owner.stdout.readline())]
         assert len(children) >= 3, "the server, a front end, an engine"
-        others = {one.pid for one in psutil.Process(owner.pid).children()} - {
-            one.pid for one in children
-        }
+        others = {*psutil.Process(owner.pid).children()} - {*children}
         if program is EXEC:
             owner.stdin.write("\n")
             owner.stdin.flush()
@@ -82,8 +79,10 @@ def test_a_server_ends_with_its_owner_and_leaves_nothing(tmp_path, program, end)
             eventually(lambda: not any(map(lives, children)), 60)
             eventually(lambda: not list(tmp_path.glob("warpfit-*")), 60)
         finally:
-            for pid in {owner.pid, *others, *(one.pid for one in children if one.is_running())}:
-                subprocess.run(["kill", "-9", str(pid)], stderr=subprocess.DEVNULL, check=False)
+            owner.kill()
+            for process in (*others, *children):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 # ---------------------------------------------------------------- forks of a process with a client
@@ -137,24 +136,7 @@ assert call(3) == 9.0
 thread.join()
 assert ends
 """,
-}
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        "while a thread calls",
-        pytest.param("while a long call is in flight", marks=pytest.mark.thorough),
-    ],
-)
-def test_a_fork_leaves_calls_that_work_or_say_why(server, case):
-    run_script(CLIENT + PROGRAMS[case], server.address, {"GRPC_ENABLE_FORK_SUPPORT": "1"})
-
-
-def test_a_child_says_that_grpc_was_loaded_without_care_for_forks(server):
-    script = (
-        CLIENT
-        + """
+    "without support of forks": """
 child = os.fork()
 if not child:
     try:
@@ -163,17 +145,23 @@ if not child:
         sys.exit(7 if "GRPC_ENABLE_FORK_SUPPORT" in str(error) else 3)
     sys.exit(4)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-"""
-    )
-    run_script(script, server.address, {"GRPC_ENABLE_FORK_SUPPORT": "0"})
+""",
+}
 
 
-def run_script(script, address, environment):
-    command = [sys.executable, "-W", "ignore", "-c", script, address]
-    environment = os.environ | environment
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, env=environment
-    )
+@pytest.mark.parametrize(
+    "case",
+    [
+        "while a thread calls",
+        pytest.param("while a long call is in flight", marks=pytest.mark.thorough),
+        "without support of forks",
+    ],
+)
+def test_a_fork_leaves_calls_that_work_or_say_why(server, case):
+    command = [sys.executable, "-W", "ignore", "-c", CLIENT + PROGRAMS[case], server.address]
+    supports = "0" if case == "without support of forks" else "1"
+    environment = {**os.environ, "GRPC_ENABLE_FORK_SUPPORT": supports}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 
@@ -223,11 +211,8 @@ def test_children_import_nothing_of_the_working_directory(hostile, script, print
     own = clean_environment(os.environ)
     entry = os.pathsep + own.get("PYTHONPATH", "")
     start = f"import os; os.environ['PYTHONPATH'] = {entry!r}; del os.environ['PYTHONSAFEPATH']\n"
-    command = [
-        sys.executable,
-        "-c",
-        f"{start}os.environ['LD_LIBRARY_PATH'] = ':'\nimport warpfit\n{script}",
-    ]
+    code = f"{start}os.environ['LD_LIBRARY_PATH'] = ':'\nimport warpfit\n{script}"
+    command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == printed, done.stderr
     assert not marker.exists(), marker.read_text()
@@ -264,20 +249,18 @@ SERVE = f"{WARPFIT} serve --port 0 --devices cpu --threads 1"
 
 
 @pytest.fixture
-def table(tmp_path):
+def shell(tmp_path, server):
+    """Run the command in a shell, with redirections; return its status and standard error."""
     path = tmp_path / "t.csv"
     path.write_text("a,y\n" + "".join(f"{i},{2 * i + 1}\n" for i in range(20)))
-    return path
 
+    def run(text, redirections, unbuffered=""):
+        own = {"ADDRESS": server.address, "TABLE": str(path), "PYTHONUNBUFFERED": unbuffered}
+        given = {"env": {**os.environ, **own}, "capture_output": True, "text": True}
+        done = subprocess.run(["sh", "-c", f"{WARPFIT} {text} {redirections}"], **given)
+        return done.returncode, done.stderr
 
-def run_line(text, server, table, *redirections):
-    """Run a command in a shell; return its status and standard error."""
-    line = f"{WARPFIT} {text} {' '.join(redirections)}"
-    environment = {**os.environ, "ADDRESS": server.address, "TABLE": str(table)}
-    done = subprocess.run(
-        ["sh", "-c", line], env=environment, capture_output=True, text=True, timeout=200
-    )
-    return done.returncode, done.stderr
+    return run
 
 
 @pytest.mark.parametrize(
@@ -288,9 +271,8 @@ def run_line(text, server, table, *redirections):
         pytest.param("serve --help", "<&- >&-", "", marks=pytest.mark.thorough),
     ],
 )
-def test_a_command_that_cannot_print_says_so(server, table, text, output, unbuffered, monkeypatch):
-    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
-    status, err = run_line(text, server, table, output)
+def test_a_command_that_cannot_print_says_so(shell, text, output, unbuffered):
+    status, err = shell(text, output, unbuffered)
     assert status == 2
     lines = err.strip().splitlines()
     assert lines[-1].startswith("warpfit: error: standard output cannot be written: "), err
@@ -305,11 +287,8 @@ def test_a_command_that_cannot_print_says_so(server, table, text, output, unbuff
         ("eval $TABLE 'a +' --address $ADDRESS", ">&- 2>/dev/full", 2),
     ],
 )
-def test_a_command_that_cannot_complain_does_its_work(
-    server, table, text, errors, status, monkeypatch
-):
-    monkeypatch.setenv("PYTHONUNBUFFERED", "")
-    assert run_line(text, server, table, errors)[0] == status
+def test_a_command_that_cannot_complain_does_its_work(shell, text, errors, status):
+    assert shell(text, errors)[0] == status
 
 
 @pytest.mark.thorough

@@ -1,6 +1,5 @@
 """Tokens and tenants: wrong tokens, what is of another tenant, and limits over all front ends."""
 
-import asyncio
 import json
 import os
 import pickle
@@ -13,34 +12,21 @@ from contextlib import ExitStack, contextmanager
 
 import grpc
 import numpy as np
-import psutil
 import pytest
 
 import warpfit
-from support.servers.rpcs import (
-    DATA,
-    METHODS,
-    OWN_CONNECTION,
-    SERVICE,
-    WIDE,
-    Caller,
-    X,
-    bearer,
-    detail_of,
-    explained,
-    long_request,
-    request,
-    start,
-)
-from support.servers.server import ServerProcess, eventually, write_secret
+from support.servers import rpcs
+from support.servers.rpcs import DATA, METHODS, WIDE, Caller, X, bearer, detail_of, request, start
+from support.servers.server import ServerProcess, eventually, tenants_file, write_secret
 from warpfit import codec
 from warpfit.cli import main as cli
 from warpfit.cli.top import scrape
 from warpfit.dataset import Dataset
 from warpfit.transport.connection import new_token
-from warpfit.v1 import evaluator_pb2 as pb
 
 UNKNOWN = Dataset.of(X + 1, X[:, 0], dtype="float64")
+#: A search that lasts until something else ends it.
+ENDLESS = rpcs.search_request(DATA.content_id, max_seconds=600.0)
 CONNECTIONS, RATE = 4, 5
 TENANTS = f"""
 tenants.mallory.suspended = true
@@ -59,18 +45,21 @@ def tokens(tmp_path_factory):
     token, line = new_token("alice", days=1)
     made["late"] = token, f"{line.rpartition(' ')[0]} 2020-01-01T00:00:00Z"
     write_secret(path, "# tenants\n\n" + "".join(f"{line}\n" for _, line in made.values()))
-    path.with_name("tenants.toml").write_text(TENANTS)
     return path, {name: token for name, (token, _) in made.items()}
 
 
 @pytest.fixture(scope="module")
 def server(tokens):
     path, _ = tokens
-    tenants = str(path.with_name("tenants.toml"))
-    flags = ("--token-file", str(path), "--tenants-file", tenants, "--front-ends", "2")
-    flags += ("--max-searches", "4", "--metrics-port", "0")
+    flags = ("--token-file", str(path), "--tenants-file", tenants_file(path.parent, TENANTS))
+    flags += ("--front-ends", "2", "--max-searches", "4", "--metrics-port", "0")
     with ServerProcess("--threads", "1", *flags) as process:
         yield process
+
+
+@pytest.fixture
+def connect(server, tokens):
+    return lambda name: warpfit.connect(server.address, token=tokens[1][name])
 
 
 @pytest.fixture
@@ -79,7 +68,7 @@ def as_tenant(server, tokens):
     def connected(name=None, metadata=None):
         if metadata is None:
             metadata = bearer(tokens[1][name]) if name else ()
-        with grpc.insecure_channel(server.address, OWN_CONNECTION) as channel:
+        with grpc.insecure_channel(server.address, rpcs.OWN_CONNECTION) as channel:
             yield Caller(channel, metadata)
 
     return connected
@@ -113,13 +102,7 @@ def test_data_of_another_tenant_are_not_there(as_tenant):
         alice.call("UploadVariables")
         for _ in range(CONNECTIONS):
             with as_tenant("bob") as bob:
-                for method in (
-                    "GetVariables",
-                    "Evaluate",
-                    "Optimize",
-                    "Search",
-                    "ReleaseVariables",
-                ):
+                for method in set(METHODS) - {"UploadVariables", "OpenDataset", "GetServerInfo"}:
                     others = bob.refused(method, DATA)
                     assert others == bob.refused(method, UNKNOWN)
                     assert others[:2] == ("NOT_FOUND", "DATASET_NOT_FOUND")
@@ -127,11 +110,8 @@ def test_data_of_another_tenant_are_not_there(as_tenant):
             assert alice.call(name), "the owner still has them"
 
 
-def test_tenants_do_not_give_each_others_back(server, tokens):
-    alice, bob = (
-        warpfit.connect(server.address, token=tokens[1][name]) for name in ("alice", "bob")
-    )
-    with alice, bob:
+def test_tenants_do_not_give_each_others_back(connect):
+    with connect("alice") as alice, connect("bob") as bob:
         data = alice.upload(3 * X, X[:, 0], dtype="float64")
         copy = pickle.loads(pickle.dumps(data))
         before = alice.info().datasets, bob.info().datasets
@@ -149,11 +129,9 @@ def test_an_upload_does_not_tell_what_another_tenant_has(as_tenant):
         alice.call("UploadVariables")
         for pieces, reason in (
             (messages[:1], "TRUNCATED_UPLOAD"),
-            ([messages[0], _flipped(messages[1])], "BAD_DIGEST"),
+            ([messages[0], messages[1][:-1] + bytes([messages[1][-1] ^ 1])], "BAD_DIGEST"),
         ):
-            with pytest.raises(grpc.RpcError) as caught:
-                bob.send("UploadVariables", pieces)
-            assert explained(caught.value)[1] == reason
+            assert bob.refused("UploadVariables", pieces)[1] == reason
         assert bob.refused("Evaluate")[0] == "NOT_FOUND"
 
 
@@ -164,9 +142,8 @@ def test_the_clients_carry_tokens(server, tokens, monkeypatch, tmp_path, capsys)
         pytest.raises(warpfit.UnauthenticatedError, match="no token"),
     ):
         client.info()
-    assert asyncio.run(_async_values(server.address, token=token)) == 50
-    file = tmp_path / "token"
-    write_secret(file, f"{token}\n")
+    assert rpcs.async_rows(server.address, token=token) == 50
+    file = write_secret(tmp_path / "token", f"{token}\n")
     assert cli.main(["info", server.address, "--token-file", str(file)]) == 0
     assert cli.main(["info", server.address]) == 2
     assert "no token" in capsys.readouterr().err
@@ -188,8 +165,8 @@ def test_there_is_no_reflection(as_tenant):
 # ------------------------------------------------------------------------------------------ limits
 
 
-def test_programs_and_rows_of_a_tenant(server, tokens, as_tenant):
-    with warpfit.connect(server.address, token=tokens[1]["carol"]) as carol:
+def test_programs_and_rows_of_a_tenant(connect, as_tenant):
+    with connect("carol") as carol:
         data = carol.upload(X, X[:, 0])
         assert carol.evaluate(data, ["x1", "x2"]).shape == (len(X), 2), "the client sends two calls"
         with pytest.raises(warpfit.ResourceExhaustedError) as caught:
@@ -198,11 +175,11 @@ def test_programs_and_rows_of_a_tenant(server, tokens, as_tenant):
         assert "--tenants-file (rows)" in caught.value.remedy
     time.sleep(1.1)  # her five calls a second are used up
     with as_tenant("carol") as raw:
-        for method, reason in (("Evaluate", "TOO_MANY_PROGRAMS"), ("Search", "TOO_MANY_SEARCHES")):
-            message = request(data, ["x1", "x2"]) if method == "Evaluate" else searching(data)
-            with pytest.raises(grpc.RpcError) as caught:
-                raw.send(method, message)
-            assert explained(caught.value)[:2] == ("RESOURCE_EXHAUSTED", reason)
+        for method, message, reason in (
+            ("Evaluate", request(data, ["x1", "x2"]), "TOO_MANY_PROGRAMS"),
+            ("Search", rpcs.search_request(data.content_id), "TOO_MANY_SEARCHES"),
+        ):
+            assert raw.refused(method, message)[:2] == ("RESOURCE_EXHAUSTED", reason)
 
 
 def test_the_rate_holds_for_all_front_ends_and_every_call_is_counted_once(server, as_tenant):
@@ -238,14 +215,14 @@ def test_the_rate_holds_for_all_front_ends_and_every_call_is_counted_once(server
 
 
 @pytest.fixture
-def wide(server, tokens):
+def wide(connect):
     """Data of the tenant that may have two calls in flight."""
-    with warpfit.connect(server.address, token=tokens[1]["few"]) as client:
+    with connect("few") as client:
         yield client.upload(WIDE, WIDE[:, 0])
 
 
 def test_calls_in_flight_are_counted_over_all_front_ends(server, as_tenant, wide):
-    message = long_request(wide)
+    message = rpcs.long_request(wide)
     with ExitStack() as stack:
         connected = [stack.enter_context(as_tenant("few")) for _ in range(8)]
         for _ in range(2):
@@ -281,35 +258,13 @@ def is_full(caller, data):
     return False
 
 
-def connections(process, port):
-    return sum(
-        connection.laddr.port == port and connection.status == psutil.CONN_ESTABLISHED
-        for connection in process.net_connections("tcp")
-    )
-
-
 # ---------------------------------------------------------------------------------------- searches
-
-
-def searching(dataset=DATA, **budget):
-    """Ask for a search that is small, and endless unless it has a budget."""
-    budget = budget or {"max_seconds": 600.0}
-    return pb.SearchRequest(
-        content_id=dataset.content_id, population=64, islands=1, no_pairs=True, **budget
-    ).SerializeToString()
-
-
-def begun(caller):
-    """Begin a search, and wait for its first progress; return gRPC's call."""
-    call = caller.channel.unary_stream(SERVICE + "Search")(searching(), metadata=caller.metadata)
-    next(call)
-    return call
 
 
 def refused_search(caller):
     """The detail with which a short search is refused; None if it runs."""
     try:
-        caller.send("Search", searching(max_generations=1))
+        caller.call("Search")
     except grpc.RpcError as error:
         return detail_of(error)
     return None
@@ -319,7 +274,7 @@ def test_a_tenant_has_its_share_of_the_searches_and_leaves_the_others_theirs(as_
     with as_tenant("alice") as alice, as_tenant("bob") as bob:
         for tenant in (alice, bob):
             tenant.call("UploadVariables")
-        calls = [begun(alice), begun(alice), begun(bob)]
+        calls = [tenant.begin("Search", ENDLESS) for tenant in (alice, alice, bob)]
         for tenant, limit in ((alice, 2), (bob, 1)):
             detail = refused_search(tenant)
             assert (detail.reason, detail.available) == ("TOO_MANY_SEARCHES", limit)
@@ -336,8 +291,8 @@ def test_a_tenant_has_its_share_of_the_searches_and_leaves_the_others_theirs(as_
 def test_of_many_searches_at_once_some_run_and_the_others_are_told_when_to_come(as_tenant):
     with as_tenant("alice") as caller:
         caller.call("UploadVariables")
-        method = caller.channel.unary_stream(SERVICE + "Search")
-        calls = [method(searching(), metadata=caller.metadata) for _ in range(50)]
+        given = caller.channel, ENDLESS.SerializeToString(), "Search"
+        calls = [start(*given, metadata=caller.metadata, timeout=None) for _ in range(50)]
         reasons, running = set(), []
         for call in calls:
             try:
@@ -356,13 +311,12 @@ def test_of_many_searches_at_once_some_run_and_the_others_are_told_when_to_come(
 
 def test_calls_of_a_front_end_that_dies_come_back(server, as_tenant, wide):
     """The last test of this server: connections may fail until there is another front end."""
-    message = long_request(wide)
+    message = rpcs.long_request(wide)
     front_end = server.front_ends()[0]
-    port = int(server.address.rpartition(":")[2])
     for _ in range(40):
         with as_tenant("few") as one, as_tenant("few") as two:
             running = occupied(server, (one, two), message)
-            if connections(front_end, port) == 2:
+            if server.connections(front_end) == 2:
                 os.kill(front_end.pid, signal.SIGKILL)
                 break
             for call in running:
@@ -409,13 +363,3 @@ def test_servers_with_wrong_settings_do_not_start(tmp_path):
     assert not rest
     for (flags, message), words in zip(WRONG_SETTINGS, said, strict=True):
         assert message in words, flags
-
-
-def _flipped(message: bytes) -> bytes:
-    return message[:-1] + bytes([message[-1] ^ 1])
-
-
-async def _async_values(address: str, **options) -> int:
-    async with warpfit.connect_async(address, **options) as client:
-        data = await client.upload(X)
-        return len(await client.evaluate(data, ["x1"]))

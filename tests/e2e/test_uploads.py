@@ -1,11 +1,13 @@
-"""Uploads of tables to a real server, and the memory that they take."""
+"""Uploads to a real server: the memory that they take, files of its own, data that are shared."""
 
 import json
 import pickle
+import random
+import re
 import subprocess
 import sys
 import time
-import warnings
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +19,9 @@ import pytest
 from pyarrow import parquet
 
 import warpfit
+from support.load.processes import in_threads
 from support.servers.rpcs import OWN_CONNECTION, Caller
-from support.servers.server import ServerProcess, eventually
+from support.servers.server import ServerProcess, eventually, tenants_file
 
 ROWS, COLUMNS = 2_000_000, 10
 INPUT = 4 * ROWS * COLUMNS
@@ -66,19 +69,18 @@ def test_an_upload_takes_memory_for_one_block_here_and_for_its_data_there(
 ):
     folder = Path(f"/proc/{server.process.pid}")
     (folder / "clear_refs").write_text("5")
-    before = _peak(folder)
+    before = peak(folder)
     command = [sys.executable, "-c", PROGRAM, server.address, str(files / name), dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     grown, rows = json.loads(done.stdout)
     assert rows == ROWS
     assert grown < (INPUT if name.endswith("npy") else 0) + MOST
-    assert _peak(folder) - before < INPUT * (2 if dtype == "float64" else 1) + MOST
+    assert peak(folder) - before < INPUT * (2 if dtype == "float64" else 1) + MOST
 
 
-def _peak(folder: Path) -> int:
+def peak(folder: Path) -> int:
     """High-water mark of a process's resident memory, shared memory included."""
-    fields = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-    return int(fields["VmHWM"].split()[0]) * 1024
+    return int(re.search(r"VmHWM:\s+(\d+)", (folder / "status").read_text())[1]) * 1024
 
 
 COLUMNS_OF_FILE = {"a": np.arange(5000.0), "b": np.arange(5000) % 7, "t": np.full(5000, 2.5)}
@@ -101,53 +103,52 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reader(root: Path) -> Iterator[ServerProcess]:
-    limits = root.parent / "tenants.toml"
-    limits.write_text("[default]\nrows = 10000\n")
-    flags = ("--threads", "1", "--data-root", str(root), "--tenants-file", str(limits))
-    flags += ("--lease-seconds", "2")
-    with ServerProcess(*flags) as made:
+    limits = tenants_file(root.parent, "[default]\nrows = 10000\n")
+    flags = ("--threads", "1", "--data-root", str(root), "--tenants-file", limits)
+    with ServerProcess(*flags, "--lease-seconds", "2") as made:
         yield made
 
 
-def test_a_server_opens_a_file_of_its_own(reader: ServerProcess, root: Path):
-    X = np.stack([COLUMNS_OF_FILE["a"], COLUMNS_OF_FILE["b"]], axis=1)
+@pytest.fixture
+def reading(reader: ServerProcess) -> Iterator[warpfit.Client]:
     with warpfit.connect(reader.address) as client:
-        uploaded = client.upload(X, COLUMNS_OF_FILE["t"], names=["a", "b"])
-        data = client.open("deep/table.parquet", x=["a", "b"], y="t")
-        assert (data.content_id, data.layout) == (uploaded.content_id, uploaded.layout)
-        assert client.open("deep/table.parquet", y="t").content_id == data.content_id
-        client.release(data, everywhere=True)  # the next call has the server read the file again
-        assert client.evaluate(data, "a - a + b - b", loss="mse") == 2.5**2
-        with ThreadPoolExecutor(8) as pool:
-            opened = pool.map(lambda _: client.open("deep/table.parquet", y="b"), range(8))
-        assert len({each.content_id for each in opened}) == 1
-        client.release(data, everywhere=True)
-        (root / "deep" / "table.parquet").rename(root / "deep" / "kept.parquet")
-        parquet.write_table(
-            pa.table({**COLUMNS_OF_FILE, "a": np.ones(5000)}), root / "deep" / "table.parquet"
-        )
-        with pytest.raises(warpfit.InvalidArgumentError) as caught:
-            client.evaluate(data, "a")
-        assert caught.value.reason == "DATA_CHANGED"
+        yield client
 
 
-def test_a_lease_runs_out_without_use_and_use_renews_it(reader: ServerProcess):
+def test_a_server_opens_a_file_of_its_own(reading: warpfit.Client, root: Path):
+    X, file = np.stack([COLUMNS_OF_FILE["a"], COLUMNS_OF_FILE["b"]], axis=1), "deep/table.parquet"
+    uploaded = reading.upload(X, COLUMNS_OF_FILE["t"], names=["a", "b"])
+    data = reading.open(file, x=["a", "b"], y="t")
+    assert (data.content_id, data.layout) == (uploaded.content_id, uploaded.layout)
+    assert reading.open(file, y="t").content_id == data.content_id
+    reading.release(data, everywhere=True)  # the next call has the server read the file again
+    assert reading.evaluate(data, "a - a + b - b", loss="mse") == 2.5**2
+    with ThreadPoolExecutor(8) as pool:
+        opened = pool.map(lambda _: reading.open(file, y="b"), range(8))
+    assert len({each.content_id for each in opened}) == 1
+    reading.release(data, everywhere=True)
+    (root / file).unlink()
+    parquet.write_table(pa.table({**COLUMNS_OF_FILE, "a": np.ones(5000)}), root / file)
+    with pytest.raises(warpfit.InvalidArgumentError) as caught:
+        reading.evaluate(data, "a")
+    assert caught.value.reason == "DATA_CHANGED"
+
+
+def test_a_lease_runs_out_without_use_and_use_renews_it(reader: ServerProcess, reading):
     wide = np.random.default_rng(2).normal(size=(10_000, 100))
-    with warpfit.connect(reader.address) as client:
-        base = reader.shared_memory()
-        unused = client.upload(wide)
-        used = pickle.loads(pickle.dumps(client.upload(wide[:, :2])))  # it cannot be sent again
+    base = reader.shared_memory()
+    unused = reading.upload(wide)
+    used = pickle.loads(pickle.dumps(reading.upload(wide[:, :2])))  # it cannot be sent again
 
-        def is_gone():
-            time.sleep(0.2)
-            client.evaluate(used, ["x1"], rows=slice(0, 5))
-            return reader.shared_memory() - base < wide.nbytes // 4
+    def is_gone():
+        time.sleep(0.2)
+        reading.evaluate(used, ["x1"], rows=slice(0, 5))
+        return reader.shared_memory() - base < wide.nbytes // 4
 
-        eventually(is_gone)
-        with grpc.insecure_channel(reader.address, OWN_CONNECTION) as channel:
-            refused = Caller(channel).refused("GetVariables", unused.dataset)
-            assert refused[0] == "NOT_FOUND"
-        assert client.evaluate(unused, ["x1"]).shape == (10_000, 1)
+    eventually(is_gone)
+    with grpc.insecure_channel(reader.address, OWN_CONNECTION) as channel:
+        assert Caller(channel).refused("GetVariables", unused.dataset)[0] == "NOT_FOUND"
+    assert reading.evaluate(unused, ["x1"]).shape == (10_000, 1)
 
 
 @pytest.mark.parametrize(
@@ -159,18 +160,17 @@ def test_a_lease_runs_out_without_use_and_use_renews_it(reader: ServerProcess):
     ],
     ids=["plain", "digits", "overflow"],
 )
-def test_a_file_has_the_type_that_an_upload_of_it_has(reader, root, numbers, dtype):
+@pytest.mark.filterwarnings("error")
+def test_a_file_has_the_type_that_an_upload_of_it_has(reading, root, numbers, dtype):
     name = f"auto-{numbers[-1]:g}.parquet"
     parquet.write_table(pa.table({"a": numbers}), root / name)
-    with warpfit.connect(reader.address) as client, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        opened, uploaded = client.open(name), client.upload(root / name)
-        assert opened.layout.dtype == dtype
-        assert opened.content_id == uploaded.content_id
-        assert client.open(name).content_id == opened.content_id
-        client.release(opened, everywhere=True)
-        assert client.evaluate(opened, "a").ravel().tolist() == numbers.tolist()
-        assert client.open(name, dtype="float64").layout.dtype == "float64"
+    opened, uploaded = reading.open(name), reading.upload(root / name)
+    assert opened.layout.dtype == dtype
+    assert opened.content_id == uploaded.content_id
+    assert reading.open(name).content_id == opened.content_id
+    reading.release(opened, everywhere=True)
+    assert reading.evaluate(opened, "a").ravel().tolist() == numbers.tolist()
+    assert reading.open(name, dtype="float64").layout.dtype == "float64"
 
 
 @pytest.mark.parametrize(
@@ -187,16 +187,99 @@ def test_a_file_has_the_type_that_an_upload_of_it_has(reader, root, numbers, dty
         ("long.parquet", {}, "TOO_MANY_ROWS"),
     ],
 )
-def test_files_that_cannot_be_opened(reader: ServerProcess, root: Path, name, options, reason):
-    with warpfit.connect(reader.address) as client:
-        for path in {name, str(root.parent / "secret.parquet") if name == "" else name}:
-            with pytest.raises(warpfit.WarpfitError) as caught:
-                client.open(path, **options)
-            assert caught.value.reason == reason
-            assert path == name or str(root) not in str(caught.value)
+def test_files_that_cannot_be_opened(reading: warpfit.Client, root: Path, name, options, reason):
+    for path in {name, str(root.parent / "secret.parquet") if name == "" else name}:
+        with pytest.raises(warpfit.WarpfitError) as caught:
+            reading.open(path, **options)
+        assert caught.value.reason == reason
+        assert path == name or str(root) not in str(caught.value)
 
 
 def test_without_a_folder_a_server_opens_nothing(client: warpfit.Client):
     with pytest.raises(warpfit.UnimplementedError) as caught:
         client.open("table.parquet")
     assert caught.value.reason == "NO_DATA_ROOT"
+
+
+# ------------------------------------------------ workers that upload the same content share it
+
+
+WORKERS = 16
+RETRY = warpfit.RetryPolicy(total_seconds=200)
+RNG = np.random.default_rng(0)
+CONTENTS = [RNG.normal(size=(400, 3)) for _ in range(16)]
+
+
+def blocks(seed: int, address: str, count: int, contents: int, *, rude: bool = False) -> Counter:
+    """Upload, evaluate and release at random; count how the blocks end."""
+    draw, seen = random.Random(seed), Counter()
+    with warpfit.connect(address, retry=RETRY) as client:
+        for _ in range(count):
+            number = draw.randrange(contents)
+            X = CONTENTS[number]
+            try:
+                with client.upload(X, X[:, 0], dtype="float64") as data:
+                    for _ in range(draw.randrange(4)):
+                        offset = draw.random()
+                        loss = client.evaluate(
+                            data, ["x1 + p1"], [[offset]], loss="mse", timeout=200
+                        )
+                        assert loss[0] == pytest.approx(offset**2), number
+                        if draw.random() < 0.1:
+                            client.release(data, everywhere=rude)
+                seen["ok"] += 1
+            except warpfit.WarpfitError as error:
+                seen[f"{type(error).__name__} {error.reason}: {error}"] += 1
+    return seen
+
+
+def run_blocks(address: str, count: int, contents: int, *, rude: bool = False) -> Counter:
+    with ThreadPoolExecutor(WORKERS) as pool:
+        given = address, count, contents
+        parts = [pool.submit(blocks, seed, *given, rude=rude) for seed in range(WORKERS)]
+        return sum((part.result() for part in parts), Counter())
+
+
+def test_blocks_of_workers_with_the_same_content_do_not_end_each_others(server):
+    assert run_blocks(server.address, 10, contents=1) == {"ok": 10 * WORKERS}
+
+
+def test_a_data_set_that_is_removed_for_all_is_uploaded_again_by_all(server):
+    assert run_blocks(server.address, 6, contents=2, rude=True) == {"ok": 6 * WORKERS}
+
+
+@pytest.mark.thorough
+def test_an_engine_that_is_killed_costs_no_block(server):
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run_blocks, server.address, 15, 2, rude=True)
+        time.sleep(0.5)
+        server.kill_engine()
+        assert running.result() == {"ok": 15 * WORKERS}
+
+
+def test_threads_that_share_a_handle_may_end_its_block_in_any_order(client):
+    X = CONTENTS[0]
+    data = client.upload(X, X[:, 0], dtype="float64")
+    losses = []
+
+    def work(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(20):
+            with data:
+                losses.append(client.evaluate(data, ["x1 + p1"], [[2.0]], loss="mse")[0])
+                time.sleep(0.002 * draw.random())
+
+    with in_threads(work, range(8)):
+        pass
+    np.testing.assert_allclose(losses, [4.0] * 160)
+
+
+def test_a_handle_without_numbers_outlives_the_block_of_another_one(client):
+    X = np.arange(30.0).reshape(10, 3) + 0.25
+    with client.upload(X, dtype="float64") as data:
+        copy = pickle.loads(pickle.dumps(data))
+        assert not copy.has_numbers
+    np.testing.assert_array_equal(client.evaluate(copy, ["x3"])[:, 0], X[:, 2])
+    client.release(data, everywhere=True)
+    with pytest.raises(warpfit.DatasetNotFoundError):
+        client.evaluate(copy, ["x3"])

@@ -54,7 +54,6 @@ class Network:
     container, machine = "198.18.77.2", "198.18.77.1"
 
     def make(self) -> None:
-        """Make the namespace and both devices."""
         pair, there = f"wf{os.getpid()}", ["ip", "-n", self.name]
         for command in (
             ["ip", "netns", "add", self.name],
@@ -68,7 +67,6 @@ class Network:
             subprocess.run(command, check=True, capture_output=True)
 
     def remove(self) -> None:
-        """Remove the namespace, and with it the devices."""
         subprocess.run(["ip", "netns", "delete", self.name], check=True)
 
     @contextmanager
@@ -122,7 +120,6 @@ class Image:
     def run(
         self, volume: Path, command: Sequence[str], **changes: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         with self.start(volume, command, changes, **pipes) as process:
             try:
@@ -185,7 +182,6 @@ class Builder:
         shutil.rmtree(base)
 
     def build(self, variant: str) -> Image:
-        """Build the Dockerfile."""
         name = f"localhost/warpfit-{variant}"
         there = [place for place in FROM_MACHINE if Path(place).exists()]
         volumes = [f"--volume={place}:{place}:ro" for place in there]
@@ -207,7 +203,6 @@ class Builder:
         )
 
     def remove(self) -> None:
-        """Remove all containers, images and their network."""
         self._network.remove()
         self._buildah("rm", "--all")
         self._buildah("rmi", "--all", "--force")

@@ -1,6 +1,7 @@
 """Measure whether probabilities mean what they say: false discoveries, and coverage of intervals.
 
-``run.py cpu/calibration`` starts a server and writes results/calibration.json.
+``run.py cpu/calibration`` starts a server and writes calibration.json; the numbers of draws are
+``--targets``, ``--shuffles`` and ``--sets``.
 
 * False discoveries: `warpfit.sklearn.chance` on 200 targets that are noise, with a small search. Of
   those with p <= 0.05 there should be 5%, within the binomial interval of 95%.
@@ -11,13 +12,11 @@
 
 from __future__ import annotations
 
-import argparse
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import SEED, ServerProcess, save
+from harness import SEED, arguments, connected, save
 
 import warpfit
 from warpfit.evidence import student_t
@@ -90,22 +89,14 @@ def coverage(client: warpfit.Client, sets: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path, nargs="?", help="where the result is written")
-    parser.add_argument("--targets", type=int, default=200)
-    parser.add_argument("--shuffles", type=int, default=199)
-    parser.add_argument("--sets", type=int, default=1000)
-    options = parser.parse_args()
-    with (
-        ServerProcess(devices="cpu") as server,
-        warpfit.connect(server.address) as client,
-    ):
+    options = arguments(__doc__, "calibration", targets=200, shuffles=199, sets=1000)
+    with connected() as (_, client):
         found = {
             "seed": SEED,
             "coverage": coverage(client, options.sets),
             "false_discoveries": false_discoveries(client, options.targets, options.shuffles),
         }
-    save("calibration", found, options.directory)
+    save(options.name, found, options.folder)
 
 
 if __name__ == "__main__":

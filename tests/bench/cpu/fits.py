@@ -1,6 +1,6 @@
 """Fits per second of the CPU engine beside pyoperon's Levenberg-Marquardt, in the same run.
 
-    python tests/bench/run.py cpu/fits [--rows 10000] [--iterations 10 50] [--trees 200] [--seed 1]
+    python tests/bench/run.py cpu/fits [--rows 10000] [--iterations 10 50] [--trees 200]
 
 Both fit the same random trees of the thesis mix (10 to 50 tokens over 10 variables, with at least
 one parameter and finite values at the start), from the same starts, on the same float32 data, with
@@ -12,7 +12,6 @@ is that of one thread.
 Repetitions are interleaved, medians are reported.
 """
 
-import argparse
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from harness import medians_in_turn, outputs_of, save
+from harness import arguments, medians_in_turn, outputs_of, save
 from numpy.typing import NDArray
 from peers import OperonFits, Table
 
@@ -38,6 +37,8 @@ from warpfit_server.engine.fit.driver import FitContext, optimize
 from warpfit_server.engine.interface import run_to_end
 
 VARIABLES = 10
+MIX = 1
+"""Seed of trees and data."""
 #: Relative difference below which two final losses count as equal.
 EQUAL = 1e-4
 Floats = NDArray[np.float64]
@@ -60,9 +61,9 @@ class Problem:
         return reference_loss(Loss.MSE, values, self.target)
 
 
-def problem(rows: int, trees: int, seed: int) -> Problem:
+def problem(rows: int, trees: int) -> Problem:
     """Draw trees with parameters whose loss at the start is finite, also in float32."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(MIX)
     matrix = rng.uniform(0.1, 5, (rows, VARIABLES)).astype(np.float32)
     x = matrix.T.astype(np.float64)
     law = 2.0 * x[0] * np.exp(-0.5 * x[1]) + 1.5 * np.sqrt(x[2]) - x[3] / (0.7 + x[4])
@@ -92,7 +93,6 @@ class Peer:
             raise SystemExit("a tree of pyoperon has other parameters")
 
     def fit(self, threads: int) -> list[Floats]:
-        """Fit all trees; return their parameters."""
         share = -(-len(self._trees) // (8 * threads)) if threads > 1 else len(self._trees)
         parts = [self._trees[i : i + share] for i in range(0, len(self._trees), share)]
         with ThreadPoolExecutor(threads) as pool:
@@ -114,7 +114,6 @@ class Ours:
         self.engine.load(self._data)
 
     def fit(self, precision: Precision, iterations: int) -> list[Floats]:
-        """Fit all trees in one call; return their parameters."""
         evaluation = Evaluation(
             self._data.content_id, self._batch, precision=precision, loss=Loss.MSE, values=False
         )
@@ -127,7 +126,6 @@ class Ours:
 
 
 def compare(given: Problem, threads: int, iterations: int) -> dict[str, Any]:
-    """Measure both sides at one number of threads and iterations."""
     peer, ours = Peer(given, iterations), Ours(given, threads)
     cases: dict[str, Callable[[], list[Floats]]] = {"pyoperon": lambda: peer.fit(threads)}
     for precision in Precision:
@@ -160,10 +158,10 @@ def _judge(found: Floats, peer: Floats) -> dict[str, float]:
     }
 
 
-def costs(rows: int, seed: int) -> dict[str, Any]:
+def costs(rows: int) -> dict[str, Any]:
     """Time of loss with gradient, and with normal matrices, relative to that of the loss alone."""
-    programs, starts = thesis_mix(seed, variables=VARIABLES)
-    rng = np.random.default_rng(seed)
+    programs, starts = thesis_mix(MIX, variables=VARIABLES)
+    rng = np.random.default_rng(MIX)
     matrix = rng.uniform(0.1, 5, (rows, VARIABLES)).astype(np.float32)
     data = Dataset.of(matrix, rng.normal(size=rows))
     engine = CpuEngine(1)
@@ -174,50 +172,38 @@ def costs(rows: int, seed: int) -> dict[str, Any]:
             data.content_id, Batch.of(programs, starts), precision=precision, loss=Loss.SSE
         )
         outputs = outputs_of(evaluation)
+        linearise = partial(engine.linearise, evaluation, SQUARES, cancelled=outputs.cancelled)
         cases: dict[str, Callable[[], Any]] = {
             "loss": partial(engine.evaluate, evaluation, outputs),
-            "loss and gradient": partial(
-                engine.linearise, evaluation, SQUARES, curvature=False, cancelled=outputs.cancelled
-            ),
-            "loss, gradient, normal matrix": partial(
-                engine.linearise, evaluation, SQUARES, curvature=True, cancelled=outputs.cancelled
-            ),
+            "loss and gradient": partial(linearise, curvature=False),
+            "loss, gradient, normal matrix": partial(linearise, curvature=True),
         }
-        medians = medians_in_turn({name: partial(_whole, steps) for name, steps in cases.items()})
+        medians = medians_in_turn(
+            {name: lambda begin=begin: run_to_end(begin()) for name, begin in cases.items()}
+        )
         ratios = {name: round(value / medians["loss"], 2) for name, value in medians.items()}
         found[precision.value] = {"loss_ms": round(medians["loss"] * 1e3, 2), "times_loss": ratios}
     engine.close()
     return found
 
 
-def _whole(steps: Callable[[], Any]) -> None:
-    run_to_end(steps())
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=10_000)
-    parser.add_argument("--trees", type=int, default=200)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--iterations", type=int, nargs="+", default=[10, 50])
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    given = problem(arguments.rows, arguments.trees, arguments.seed)
+    options = arguments(__doc__, "fit", rows=10_000, trees=200, threads=(1, 2), iterations=(10, 50))
+    given = problem(options.rows, options.trees)
     cases = []
-    for threads in arguments.threads:
-        for iterations in arguments.iterations:
-            cases.append(compare(given, threads, iterations))
-            print(cases[-1], flush=True)
+    for threads, iterations in itertools.product(options.threads, options.iterations):
+        cases.append(compare(given, threads, iterations))
+        print(cases[-1], flush=True)
     content = {
-        "workload": f"thesis mix with parameters, seed {arguments.seed}, float32",
-        "rows": arguments.rows,
-        "trees": arguments.trees,
+        "workload": f"thesis mix with parameters, seed {MIX}, float32",
+        "rows": options.rows,
+        "trees": options.trees,
         "mean_tokens": round(float(np.mean([len(p) for p in given.programs])), 1),
         "mean_parameters": round(float(np.mean([len(s) for s in given.starts])), 2),
         "cases": cases,
-        "cost_of_derivatives": [costs(100_000, arguments.seed)],
+        "cost_of_derivatives": [costs(100_000)],
     }
-    save("fit", content)
+    save(options.name, content, options.folder)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,19 @@
 """How long an engine's thread does not look at its queue, and memory beyond what was admitted.
 
 ``python tests/bench/run.py cpu/steps`` runs a request for each option of Evaluate, Optimize and
-Search, at server's limits or near them, on a CPU engine of this process, and writes
-results/steps.json. ``--only WORDS`` runs the cases whose names have these words, ``--scale 0.1`` a
-tenth of the rows, programs and variables. Others wait all the time, as they do while another tenant
+Search, at server's limits or near them, on a CPU engine of this process, and writes steps.json.
+``--only WORDS`` runs the cases whose names have these words, ``--scale 0.1`` a tenth of the rows,
+programs and variables. Others wait all the time, as they do while another tenant
 calls.
 
 What counts is processor time of the engine's thread, so that other work on the machine does not.
 Two more numbers stand beside it: the processor time of all threads meanwhile, because the engine's
-thread waits for those that help it, and the seconds on the wall. Each case has ``--rounds``, of
+thread waits for those that help it, and the seconds on the wall. Each case has two rounds, of
 which the least counts.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from harness import SEED, save
+from harness import SEED, arguments, save
 
 from support.engines.requests import EngineRequest, Pause, run_steps
 from support.random_programs import thesis_mix
@@ -43,6 +42,7 @@ from warpfit_server.limits import check_fit, check_result, check_search, evaluat
 
 #: Most seconds without a look at the queue, and most bytes that were not admitted.
 MOST_SECONDS, MOST_BYTES = 0.05, 64 << 20
+THREADS, ROUNDS = 2, 2
 LIMITS: Final = Limits()
 #: Bytes that a server admits in all, of which searches have a part.
 MOST_PENDING: Final = 4 << 30
@@ -64,7 +64,6 @@ class Shape:
 
 @cache
 def dataset(shape: Shape) -> Dataset:
-    """Draw a data set."""
     rng = np.random.default_rng(SEED)
     X = np.empty((shape.variables, shape.rows), shape.dtype)
     for column in X:
@@ -101,7 +100,7 @@ def repeated(text: str, count: int, vectors: int = 1) -> Callable[[], Batch]:
     return make
 
 
-def mixed(count: int, parameters: bool = True) -> Callable[[], Batch]:
+def mixed(count: int) -> Callable[[], Batch]:
     """Return what makes a batch of random programs."""
 
     def make() -> Batch:
@@ -113,7 +112,6 @@ def mixed(count: int, parameters: bool = True) -> Callable[[], Batch]:
 
 
 def chain(tokens: int, term: str = "x{}", sign: str = "+") -> str:
-    """Return a sum of about so many tokens."""
     return sign.join(term.format(1 + k % 2) for k in range(tokens // 2))
 
 
@@ -251,13 +249,8 @@ def requests_of(
         if case.search is not None:
             asked = SearchRequest(data.content_id, **case.search)
             admitted = check_search(asked, data.layout, LIMITS, MOST_PENDING)
-            yield (
-                engine.search(
-                    asked, datasets, cancelled=np.zeros(1, np.uint8), report=lambda _: None
-                ),
-                admitted,
-                None,
-            )
+            nobody: dict[str, Any] = {"cancelled": np.zeros(1, np.uint8), "report": lambda _: None}
+            yield engine.search(asked, datasets, **nobody), admitted, None
             continue
         assert case.batch is not None
         problem = Evaluation(data.content_id, case.batch(), rows=rows, **case.options)
@@ -298,20 +291,16 @@ def measured(engine: CpuEngine, datasets: LoadedDatasets, case: Case) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="words of the names of cases")
-    parser.add_argument("--scale", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
-    engine = CpuEngine(options.threads)
-    engine._load_derivatives().result()
+    options = arguments(__doc__, "steps", only="", scale=1.0)
+    engine = CpuEngine(THREADS)
+    for kernels in engine._derivatives:
+        kernels.result()
     datasets = LoadedDatasets(engine)
     found: dict[str, dict[str, float]] = {}
     for name, case in (cases(options.scale) | search_cases(options.scale)).items():
         if options.only not in name:
             continue
-        for _ in range(options.rounds):
+        for _ in range(ROUNDS):
             try:
                 one = measured(engine, datasets, case)
             except Exception as error:
@@ -324,11 +313,15 @@ def main() -> None:
                 break
         if name in found:
             print(f"{name:60} {found[name]}", flush=True)
-    content = {"scale": options.scale, "threads": options.threads, "load": os.getloadavg()}
+    content = {"scale": options.scale, "threads": THREADS, "load": os.getloadavg()}
     content |= {"cases": found}
     worst = max((each["longest_ms"] for each in found.values()), default=0.0)
     most = max((each["beyond_MiB"] for each in found.values()), default=0)
-    save("steps", {**content, "longest_ms": worst, "most_beyond_MiB": most})
+    save(
+        options.name,
+        {**content, "longest_ms": worst, "most_beyond_MiB": most},
+        options.folder,
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Speed of the CPU engine beside pyoperon's `EvaluateTrees`, on the same machine in the same run.
 
-    python tests/bench/run.py cpu/values [--threads 1 2] [--rows 1000 10000 100000] [--seed 1]
+    python tests/bench/run.py cpu/values [--threads 1 2] [--rows 1000 10000 100000]
 
 Both evaluate the random mix (300 random expressions of 10 to 50 tokens over 10 variables, operators
 ``+ - * / ^ abs log exp sqrt``) on float32 data, into a preallocated matrix of values. Repetitions
@@ -11,11 +11,11 @@ float64 reference before anything is timed.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 from typing import Any
 
 import numpy as np
-from harness import medians_in_turn, outputs_of, save
+from harness import arguments, medians_in_turn, outputs_of, save
 from peers import AGREEMENT, Job, PyoperonPeer, Table, agreement
 
 from support.random_programs import THESIS_OPERATORS, thesis_mix
@@ -28,6 +28,8 @@ from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.interface import run_to_end
 
 VARIABLES = 10
+MIX = 1
+"""Seed of the expressions, which are those of `tests/data/expressions.txt`."""
 SECONDS_A_CASE = 1.5
 
 
@@ -48,11 +50,10 @@ def engine_job(engine: CpuEngine, data: Dataset, batch: Batch, precision: Precis
     return Job(run, values)
 
 
-def compare(rows: int, threads: int, seed: int) -> dict[str, Any]:
-    """Compare at one size and number of threads."""
-    programs, parameters = thesis_mix(seed, variables=VARIABLES)
+def compare(rows: int, threads: int) -> dict[str, Any]:
+    programs, parameters = thesis_mix(MIX, variables=VARIABLES)
     tokens = sum(len(program) for program in programs)
-    matrix = np.random.default_rng(seed).uniform(0.1, 5, (rows, VARIABLES)).astype(np.float32)
+    matrix = np.random.default_rng(MIX).uniform(0.1, 5, (rows, VARIABLES)).astype(np.float32)
     data = Dataset.of(matrix, matrix[:, 0])
     batch = Batch.of(programs, parameters)
     engine = CpuEngine(threads)
@@ -61,7 +62,11 @@ def compare(rows: int, threads: int, seed: int) -> dict[str, Any]:
     jobs = {"pyoperon": peer.prepare(list(map(Program.bind, programs, parameters)))}
     for precision in Precision:
         jobs[f"warpfit {precision.value} values"] = engine_job(engine, data, batch, precision)
-    shares = check(jobs, programs, parameters, data)
+    first = min(1000, rows)
+    expected = reference.evaluate_programs(programs, data.variables[:, :first], parameters)
+    shares = {n: round(agreement(job.values(first), expected), 4) for n, job in jobs.items()}
+    if min(shares.values()) < AGREEMENT:
+        raise SystemExit(f"answers disagree with the reference: {shares}")
     runs = {name: job.run for name, job in jobs.items()}
     seconds = medians_in_turn(runs, seconds=SECONDS_A_CASE * len(jobs))
     engine.close()
@@ -79,39 +84,18 @@ def compare(rows: int, threads: int, seed: int) -> dict[str, Any]:
     }
 
 
-def check(
-    jobs: dict[str, Job], programs: list[Program], parameters: list[Any], data: Dataset
-) -> dict[str, float]:
-    """Run every job once and compare its values with the reference on the first rows."""
-    used = min(1000, data.layout.rows)
-    expected = reference.evaluate_programs(programs, data.variables[:, :used], parameters)
-    values = {name: job.values(used) for name, job in jobs.items()}
-    shares = {n: round(agreement(v, expected), 4) for n, v in values.items()}
-    wrong = {name: share for name, share in shares.items() if share < AGREEMENT}
-    if wrong:
-        raise SystemExit(f"answers disagree with the reference: {wrong}")
-    return shares
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1000, 10_000, 100_000])
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
+    options = arguments(__doc__, "cpu_vs_pyoperon", threads=(1, 2), rows=(1000, 10_000, 100_000))
     cases = []
-    for threads in arguments.threads:
-        for rows in arguments.rows:
-            cases.append(compare(rows, threads, arguments.seed))
-            print(rows, threads, cases[-1]["times_pyoperon"], flush=True)
-    save(
-        "cpu_vs_pyoperon",
-        {
-            "workload": f"thesis_mix({arguments.seed}), float32, uniform on [0.1, 5)",
-            "operators": sorted({BY_CODE[OPERATORS[n].code].name for n in THESIS_OPERATORS}),
-            "cases": cases,
-        },
-    )
+    for threads, rows in itertools.product(options.threads, options.rows):
+        cases.append(compare(rows, threads))
+        print(rows, threads, cases[-1]["times_pyoperon"], flush=True)
+    content = {
+        "workload": f"thesis_mix({MIX}), float32, uniform on [0.1, 5)",
+        "operators": sorted({BY_CODE[OPERATORS[n].code].name for n in THESIS_OPERATORS}),
+        "cases": cases,
+    }
+    save(options.name, content, options.folder)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Several engines behind one server against one: throughput, split calls, loss of an engine.
 
 ``run.py gpu/devices --devices 0 0,1`` starts a server for each setting, measures them in
-turns, so that other load on the machine meets all alike, and writes results/devices.json. The first
-setting is what the others are compared with. On a machine without a GPU:
+turns, so that other load on the machine meets all alike, and writes devices.json. The first
+setting is what the others are compared with. ``--parts`` names some of what is measured,
+``--programs`` those of a call of many workers. On a machine without a GPU:
 ``--devices cpu cpu:2 --threads 1 --workers 2 4 --scale 0.05``.
 
 * ``sustained``: token-rows a second of many workers, which are processes on the server's own cores
@@ -19,20 +20,18 @@ cores and the servers the others: what the server can do where workers are on ot
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-from harness import RESULTS, SEED, ServerProcess, percentiles, save, write_result
+from harness import SEED, ServerProcess, arguments, percentiles, save
 
 import warpfit
 from support.load.worker_processes import ENCODED, Pool, Workers, table, throughput
@@ -42,6 +41,8 @@ from warpfit.calls.results import Fit
 SHAPES = ((300, 100_000), (5_000, 10_000))
 LARGE = (5_000, 1_000_000)
 SEARCHES = (3_000, 10_000)
+#: Of each server in turn: rounds of calls of many workers, and calls of one client of each kind.
+ROUNDS, CALLS = 2, 7
 #: Seconds that the loss of an engine is watched.
 LOSS_SECONDS = 8.0
 LOSS_WORKERS = 16
@@ -56,13 +57,14 @@ def sustained(workers: Workers, servers: dict[str, ServerProcess], options: Any)
     for programs, rows in options.shapes:
         for count in options.workers:
             rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
-            for _ in range(options.rounds):
+            for _ in range(ROUNDS):
                 for name, server in servers.items():
                     sent = ENCODED if options.encoded else None
                     order = (server.address, programs, rows, options.seconds, sent)
                     results, busy = watched(workers, server, count, order)
+                    walls = [wall for each in results for wall in each["walls"]] or [0.0]
                     rounds[name].append(
-                        {**throughput(results, rows), **latencies(results), "busy_cores": busy}
+                        {**throughput(results, rows), **percentiles(walls), "busy_cores": busy}
                     )
             rates = {
                 name: statistics.median(each["token_rows_per_second"] for each in several)
@@ -85,13 +87,7 @@ def watched(
     return results, {who: round((ended[who] - begun[who]) / taken, 2) for who in ended}
 
 
-def engine_seconds(server: ServerProcess) -> float:
-    """CPU time that the engine processes have used."""
-    return seconds_of(server.engines().values())
-
-
 def seconds_of(processes: Iterable[psutil.Process]) -> float:
-    """CPU time that processes have used."""
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
@@ -101,15 +97,10 @@ def cpu_seconds(server: ServerProcess, workers: Workers) -> dict[str, float]:
     return {
         "workers": seconds_of(workers.processes()),
         "front ends": seconds_of(server.front_ends()),
-        "engines": engine_seconds(server),
+        "engines": seconds_of(server.engines().values()),
         "machine": sum(of_machine) - of_machine.idle - getattr(of_machine, "iowait", 0.0),
         "clock": time.perf_counter(),
     }
-
-
-def latencies(results: list[dict[str, Any]]) -> dict[str, float]:
-    """Percentiles of all calls."""
-    return percentiles([wall for each in results for wall in each["walls"]] or [0.0])
 
 
 def ratios(values: dict[str, float], *, of_times: bool = False) -> dict[str, float]:
@@ -121,21 +112,8 @@ def ratios(values: dict[str, float], *, of_times: bool = False) -> dict[str, flo
     }
 
 
-def one_client(_: Workers, servers: dict[str, ServerProcess], options: Any) -> dict[str, Any]:
-    """Large batches of one client: wall times, and where they ran; the servers in turns."""
-    return in_turns(servers, options.large, options.calls, loss="mse", precision="fast")
-
-
-def fits(_: Workers, servers: dict[str, ServerProcess], options: Any) -> dict[str, Any]:
-    """Fits of one client, likewise."""
-    return in_turns(servers, options.searches, options.calls, max_iterations=20)
-
-
 def in_turns(
-    servers: dict[str, ServerProcess],
-    shape: tuple[int, int],
-    calls: int,
-    **asked: Any,
+    servers: dict[str, ServerProcess], shape: tuple[int, int], **asked: Any
 ) -> dict[str, Any]:
     """Time calls with the same batches on all servers; compare the bits of the answers."""
     programs, rows = shape
@@ -152,20 +130,20 @@ def in_turns(
             run[name] = partial(method, held.enter_context(data), **asked)
             for _ in range(3):  # the server learns what calls take
                 run[name](pool.draw(programs))
-        for _ in range(calls):
+        for _ in range(CALLS):
             batch, answers = pool.draw(programs), set()
             for name, server in servers.items():
-                used, before = engine_seconds(server), time.perf_counter()
+                used, before = seconds_of(server.engines().values()), time.perf_counter()
                 answer = run[name](batch)
                 walls[name].append(time.perf_counter() - before)
-                cores[name].append(engine_seconds(server) - used)
+                cores[name].append(seconds_of(server.engines().values()) - used)
                 compute[name].append(answer.timings.compute / 1e9)
                 devices[name].add(answer.timings.device)
                 answers.add(bits(answer))
             differing += len(answers) > 1
     medians = {name: statistics.median(series) for name, series in walls.items()}
     found = {
-        **{"programs": programs, "rows": rows, "calls": calls},
+        **{"programs": programs, "rows": rows, "calls": CALLS},
         "milliseconds": {name: round(1e3 * median, 3) for name, median in medians.items()},
         "times_the_first": ratios(medians, of_times=True),
         "devices": {name: sorted(each) for name, each in devices.items()},
@@ -192,20 +170,6 @@ def bits(answer: Any) -> bytes:
     else:
         arrays = [answer.losses, *(answer.gradients or [])]
     return np.concatenate([np.ravel(array) for array in arrays]).tobytes()
-
-
-def losses_of_engines(
-    workers: Workers, servers: dict[str, ServerProcess], options: Any
-) -> dict[str, Any]:
-    """Lose an engine of each server that has several."""
-    return {
-        name: {
-            **loss_of_an_engine(workers, server, options),
-            "one client": loss_beside_one_client(server, options),
-        }
-        for name, server in servers.items()
-        if len(server.engines()) > 1
-    }
 
 
 def loss_beside_one_client(server: ServerProcess, options: Any) -> dict[str, Any]:
@@ -268,8 +232,8 @@ def loss_of_an_engine(workers: Workers, server: ServerProcess, options: Any) -> 
     results = workers.run(count, order, lambda: threading.Thread(target=kill).start())
     moments = np.array(sorted(moment for each in results for moment in each["ended"]))
     losses = {one for each in results for one in each["losses"]}
-    after = [wall for each in results for moment, wall in zip(each["ended"], each["walls"],
-             strict=True) if moment > killed[0]]  # fmt: skip
+    calls = [pair for r in results for pair in zip(r["ended"], r["walls"], strict=True)]
+    after = [wall for moment, wall in calls if moment > killed[0]]
     return {
         "workers": count,
         "calls": len(moments),
@@ -278,85 +242,68 @@ def loss_of_an_engine(workers: Workers, server: ServerProcess, options: Any) -> 
         "longest_gap_seconds": round(float(np.diff(moments).max()), 4),
         "longest_call_seconds": round(max(after), 4),
         "calls_per_second_before": round(int((moments < killed[0]).sum()) / (LOSS_SECONDS / 3), 1),
-        "calls_in_the_second_after": int(
-            ((moments >= killed[0]) & (moments < killed[0] + 1)).sum()
-        ),
+        "calls_in_the_second_after": int(sum(0 <= at - killed[0] < 1 for at in moments)),
         "others_lived": all(server.engine(number).pid == pid for number, pid in others.items()),
     }
 
 
 #: Parts of the result by name, in the order in which they are measured.
 PARTS: dict[str, Callable[..., Any]] = {
-    "one client": one_client,
-    "fits": fits,
+    "one client": lambda _, servers, options: in_turns(
+        servers, options.large, loss="mse", precision="fast"
+    ),
+    "fits": lambda _, servers, options: in_turns(servers, options.searches, max_iterations=20),
     "sustained": sustained,
-    "loss of an engine": losses_of_engines,
+    "loss of an engine": lambda workers, servers, options: {
+        name: {
+            **loss_of_an_engine(workers, server, options),
+            "one client": loss_beside_one_client(server, options),
+        }
+        for name, server in servers.items()
+        if len(server.engines()) > 1
+    },
 }
 
 
-@contextmanager
-def running(options: Any) -> Iterator[dict[str, ServerProcess]]:
-    """A server for each setting, by its name."""
-    with ExitStack() as held:
-        servers = {}
-        for devices in options.devices:
-            flags = ["--max-requests", "1024"]
-            if options.front_ends:
-                flags += ["--front-ends", str(options.front_ends)]
-            if options.threads:
-                count = int(devices.partition(":")[2] or 1) if devices.startswith("cpu") else 1
-                flags += ["--threads", str(options.threads * count)]
-            started = time.perf_counter()
-            servers[devices] = held.enter_context(ServerProcess(*flags, devices=devices))
-            print(servers[devices].banner.strip(), flush=True)
-            print(f"started in {time.perf_counter() - started:.1f} s", flush=True)
-        yield servers
+def started(devices: str, options: Any) -> ServerProcess:
+    flags = ["--max-requests", "1024"]
+    if options.threads:
+        count = int(devices.partition(":")[2] or 1) if devices.startswith("cpu") else 1
+        flags += ["--threads", str(options.threads * count)]
+    begun = time.perf_counter()
+    server = ServerProcess(*flags, devices=devices)
+    print(server.banner.strip(), f"after {time.perf_counter() - begun:.1f} s", flush=True)
+    return server
 
 
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path, nargs="?", help="where the result is written")
-    parser.add_argument("--devices", nargs="+", default=["0", "all"], help="settings to compare")
-    parser.add_argument("--workers", type=int, nargs="+", default=[16, 64, 128])
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a sustained run")
-    parser.add_argument("--rounds", type=int, default=2, help="of sustained runs")
-    parser.add_argument("--calls", type=int, default=7, help="of one client, of each kind")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of rows")
-    parser.add_argument("--threads", type=int, help="of each CPU engine")
-    parser.add_argument("--front-ends", type=int, help="default: the server's own")
-    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
-    parser.add_argument("--programs", type=int, help="only this many a call in sustained runs")
-    parser.add_argument("--encoded", action="store_true", help="messages are there beforehand")
-    parser.add_argument("--worker-cores", type=int, default=0, help="cores of workers alone")
-    parser.add_argument("--name", default="devices", help="of the result")
-    options = parser.parse_args()
+def main() -> None:
+    kinds: dict[str, Any] = {"devices": ("0", "all"), "workers": (16, 64, 128)}
+    sizes: dict[str, Any] = {"seconds": 2.0, "scale": 1.0, "threads": int, "programs": int}
+    crowd: dict[str, Any] = {"encoded": False, "worker_cores": 0}
+    options = arguments(__doc__, "devices", parts=tuple(PARTS), **kinds, **sizes, **crowd)
 
     def scaled(shape: tuple[int, int]) -> tuple[int, int]:
         return shape[0], max(1_000, int(options.scale * shape[1]))
 
-    wanted = [shape for shape in SHAPES if options.programs in (None, shape[0])]
-    options.shapes = [scaled(shape) for shape in wanted]
+    options.shapes = [scaled(s) for s in SHAPES if options.programs in (None, s[0])]
     options.large, options.searches = scaled(LARGE), scaled(SEARCHES)
-    return options
-
-
-def main() -> None:
-    options = parsed()
-    started = time.perf_counter()
+    begun = time.perf_counter()
     content: dict[str, Any] = {"seed": SEED, "load_average_before": os.getloadavg()[0]}
     content |= {"encoded": options.encoded, "worker_cores": options.worker_cores}
     cores = sorted(os.sched_getaffinity(0))
     split = len(cores) - options.worker_cores
     with ExitStack() as held:  # processes begin on the cores of this one
         os.sched_setaffinity(0, cores[:split])
-        servers = held.enter_context(running(options))
+        servers = {
+            devices: held.enter_context(started(devices, options)) for devices in options.devices
+        }
         os.sched_setaffinity(0, cores[split:] or cores)
         workers = held.enter_context(Workers(max(options.workers)))
         for part in options.parts:
             content[part] = PARTS[part](workers, servers, options)
-            write_result(options.name, content, options.directory or RESULTS)
-    content["seconds"] = round(time.perf_counter() - started, 1)
-    save(options.name, content, options.directory)
+            save(options.name, content, options.folder, show=False)
+    content["seconds"] = round(time.perf_counter() - begun, 1)
+    save(options.name, content, options.folder)
 
 
 if __name__ == "__main__":

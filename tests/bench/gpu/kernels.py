@@ -1,19 +1,16 @@
 """Kernels of the CUDA engine, device time alone: interpreter, derivatives, compiled code, lowering.
 
-``run.py gpu/kernels [DIRECTORY] [--parts interpreter derivatives compiled lowering] [--repeats N]``
-writes gpu_interpreter.json, gpu_derivatives.json, gpu_compiled.json and gpu_lowering.json, into
-results/ unless a directory is given. The work is the random mix with losses. ``interpret_us`` and
-``lower_us`` are medians of CUDA events around replays of a CUDA graph with ten launches,
-``gradient_us`` of those around all kernels of a batch's losses and gradients, ``microseconds`` of
-those around one launch of a batch's graph (parameters to the device, all kernels, sums to the
-host);
-``compile_300_expressions_seconds`` is the time from fresh expressions to loaded modules, with
-nothing cached.
+``run.py gpu/kernels [--parts interpreter derivatives compiled lowering]`` writes
+gpu_interpreter.json, gpu_derivatives.json, gpu_compiled.json and gpu_lowering.json. The work is the
+random mix with losses. ``interpret_us`` and ``lower_us`` are medians of CUDA events around replays
+of a CUDA graph with ten launches, ``gradient_us`` of those around all kernels of a batch's losses
+and gradients, ``microseconds`` of those around one launch of a batch's graph (parameters to the
+device, all kernels, sums to the host); ``compile_300_expressions_seconds`` is the time from fresh
+expressions to loaded modules, with nothing cached.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,7 +23,7 @@ from typing import Any
 
 import numba
 import numpy as np
-from harness import MODES, outputs_of, save, uniform_data
+from harness import MODES, arguments, outputs_of, save, uniform_data
 
 from support.random_programs import thesis_mix
 from warpfit.ir import Batch
@@ -74,19 +71,16 @@ def evaluation(resident: ResidentDataset, mode: str, seed: int = 1, **options: A
 
 @numba.njit
 def interpret(driver: Any, stream: int, kernels: Any, batch: Any, rows: Any, jobs: Any) -> int:
-    """Launch the interpreter's kernel for jobs on tiles of rows."""
     return launch_interpreter(driver, stream, kernels[0], batch, rows, jobs)
 
 
 def launch_lowered(lowered: BatchLaunch, *work: Any) -> None:
-    """Launch the interpreter's kernel on a lowered batch."""
     context = lowered.context
     given = context.functions, context.handle, lowered.kernels.record, lowered.record
     context.check_executed(interpret(*given, *work))
 
 
 def interpreter(device: CudaDevice, repeats: int) -> dict[str, Any]:
-    """Measure the interpreter's kernel alone, on lowered programs."""
     rows, tier = [], InterpreterTier(device)
     for mode, count in product(MODES, ROWS):
         resident = upload(device, uniform_data(count, MODES[mode][0]))
@@ -107,7 +101,6 @@ def interpreter(device: CudaDevice, repeats: int) -> dict[str, Any]:
 
 
 def derivatives(device: CudaDevice, repeats: int) -> dict[str, Any]:
-    """Measure losses with gradients of the interpreter of derivatives."""
     rows, tier = [], DerivativeTier(device, available_cores(), lambda: None)
     tier.prepare_all()
     for mode, count in product(MODES, ROWS):
@@ -123,7 +116,6 @@ def derivatives(device: CudaDevice, repeats: int) -> dict[str, Any]:
 
 
 def compiled(device: CudaDevice, repeats: int) -> dict[str, Any]:
-    """Measure repeated batches with new parameters, and compiling of fresh ones."""
     rows, threads, rng = [], available_cores(), np.random.default_rng(2)
     kernels, planner = KernelStore(device, threads), ThreadPoolExecutor(1)
     for mode, count in product(MODES, ROWS[1:]):
@@ -163,19 +155,16 @@ def compile_seconds(
 
 @numba.njit
 def lower(driver: Any, stream: int, kernels: Any, batch: Any) -> int:
-    """Launch the kernel that lowers a batch."""
     return launches.launch_lowering(driver, stream, kernels[0], batch)
 
 
 def launch_lowering(lowered: BatchLaunch) -> None:
-    """Launch the lowering of a batch that lies on the device."""
     context = lowered.context
     given = context.functions, context.handle, lowered.kernels.record, lowered.record
     context.check_executed(lower(*given))
 
 
 def lowering(device: CudaDevice, repeats: int) -> dict[str, Any]:
-    """Measure the kernel that lowers raw tokens to instructions."""
     programs, parameters = thesis_mix(1, DRAWN)
     tier, rows = InterpreterTier(device), []
     kernels = tier.prepare(VARIANTS[0])
@@ -200,17 +189,13 @@ PARTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", nargs="?", type=Path)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--repeats", type=int, default=15)
-    options = parser.parse_args()
+    options = arguments(__doc__, "", parts=tuple(PARTS), repeats=15)
     for part in options.parts:
         with tempfile.TemporaryDirectory() as cache:  # nothing is cached before
             device = CudaDevice(cache_directory=Path(cache))
             found = PARTS[part](device, options.repeats)
         content = {"device": {"name": device.name, "driver": device.driver}, **found}
-        save(f"gpu_{part}", content, options.directory)
+        save(f"gpu_{part}", content, options.folder)
 
 
 if __name__ == "__main__":

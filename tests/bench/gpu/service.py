@@ -1,27 +1,25 @@
 """The CUDA engine through the wire: latency of one client, throughput of many.
 
-``run.py gpu/service`` starts a server with the CUDA engine on loopback and writes
-results/gpu_service.json. Calls ask for losses of thesis-mix expressions of 10 to 50 tokens over 10
+``run.py gpu/service`` starts a server with the CUDA engine on loopback and writes gpu_service.json.
+Calls ask for losses of thesis-mix expressions of 10 to 50 tokens over 10
 variables, float32, fast mode. Fresh batches are drawn from a pool of programs, so that no batch
 comes again within a run. Where EvoGP is installed it evaluates such trees in the program's own
 process, from trees and data that are on the device. NumPy on one core, pyoperon and warpfit's CPU
-engine on all of them evaluate a generation of the same mix, too. ``--devices cpu`` and
-``--seconds`` try the program without a GPU.
+engine on all of them evaluate a generation of the same mix, too. ``--devices cpu``, ``--seconds``
+of each run of many workers, and ``--scale`` of the numbers of calls try it without a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import SEED, ServerProcess, percentiles, save, seconds_of, start_up_seconds
+from harness import SEED, arguments, connected, percentiles, save, seconds_of, start_up_seconds
 from peers import EvogpPeer, NumpyPeer, PyoperonPeer, Table, agreement
 
 import warpfit
@@ -144,23 +142,15 @@ def cpu_peers(rounds: int) -> dict[str, Any]:
         walls = seconds_of(job.run, rounds, warm_up=1)
         share = agreement(job.values(1_000), expected)
         content[name] = {"values_within_1_percent": share, **percentiles(walls)}
-    with ServerProcess(devices="cpu") as server, warpfit.connect(server.address) as client:
+    with connected() as (_, client):
         data = client.upload(*given)
         content["warpfit, all cores"] = fresh(client, data, Pool(SEED), 3 * rounds)
     return content
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path, nargs="?", help="where the result is written")
-    parser.add_argument("--devices", default="0")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each sustained run")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of calls")
-    options = parser.parse_args()
-    with (
-        ServerProcess(devices=options.devices) as server,
-        warpfit.connect(server.address) as client,
-    ):
+    options = arguments(__doc__, "gpu_service", devices="0", seconds=10.0, scale=1.0)
+    with connected(devices=options.devices) as (server, client):
         (device,) = client.info().devices
         content: dict[str, Any] = {
             "seed": SEED,
@@ -175,7 +165,7 @@ def main() -> None:
         content["EvoGP"] = evogp(max(3, int(60 * options.scale)))
     content["CPU"] = cpu_peers(max(2, int(10 * options.scale)))
     content["start_up_seconds"] = start_up_seconds(options.devices)
-    save("gpu_service", content, options.directory)
+    save(options.name, content, options.folder)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Fits of many small programs to few rows: through the wire, and by the engine with and without.
 
-``run.py gpu/small_fits [DIRECTORY]`` writes gpu_small_fits.json, into results/ unless a directory
-is given. 20,000 random expressions of 10 to 40 tokens over 10 variables, with one to eight
-parameters and a finite loss at their start, are fitted to 500 rows by Levenberg-Marquardt with at
-most 15 iterations, and with the tolerances of a user who names none.
+``run.py gpu/small_fits`` writes gpu_small_fits.json. 20,000 random expressions of 10 to 40 tokens
+over 10 variables, with one to eight parameters and a finite loss at their start, are fitted to 500
+rows by Levenberg-Marquardt with at most 15 iterations, and with the tolerances of a user who names
+none.
 
 * ``wire``: ``Optimize`` by one client over loopback, for each type and precision.
 * ``engine``: the driver of fits in this process, in turns with searches that run on the device from
@@ -14,15 +14,14 @@ most 15 iterations, and with the tolerances of a user who names none.
 
 from __future__ import annotations
 
-import sys
+import statistics
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import MODES, SEED, ServerProcess, median_seconds, medians_in_turn, save
+from harness import MODES, SEED, arguments, connected, medians_in_turn, save, seconds_of
 from service import proposals
 
 import warpfit
@@ -66,13 +65,12 @@ def drawn(client: warpfit.Client, data: Any, programs: int) -> Work:
 
 
 def wire(client: warpfit.Client, tables: dict[str, Any], work: Work) -> dict[str, Any]:
-    """Measure fits a second of one client."""
     figures = {}
     for mode, (dtype, precision) in MODES.items():
         data = tables[np.dtype(dtype).name]
         options = {"max_iterations": ITERATIONS, "precision": precision}
         optimize = partial(client.optimize, data, *work, **options)
-        seconds, fit = median_seconds(optimize, ROUNDS, warm_up=2), optimize()
+        seconds, fit = statistics.median(seconds_of(optimize, ROUNDS, warm_up=2)), optimize()
         names, counts = np.unique([str(each) for each in fit.reason.ravel()], return_counts=True)
         figures[mode] = {
             "fits_per_second": round(len(work[0]) / seconds),
@@ -89,13 +87,8 @@ def fit(batch: Batch, precision: Precision, context: Any) -> Any:
     from warpfit_server.engine.fit.driver import optimize
     from warpfit_server.engine.interface import run_to_end
 
-    problem = Evaluation(
-        context.dataset.content_id,
-        batch.copy(),
-        loss=Loss.MSE,
-        values=False,
-        precision=precision,
-    )
+    losses: dict[str, Any] = {"loss": Loss.MSE, "values": False, "precision": precision}
+    problem = Evaluation(context.dataset.content_id, batch.copy(), **losses)
     request = FitRequest(problem, FitSettings(max_iterations=ITERATIONS))
     return run_to_end(optimize(request, context))
 
@@ -109,13 +102,8 @@ def engine(work: Work) -> dict[str, Any]:
     for mode, (dtype, precision) in MODES.items():
         data = Dataset.of(*table(ROWS), dtype=dtype)
         cuda.load(data)
-        context = FitContext(
-            linearise=cuda.linearise,
-            evaluate=cuda.evaluate,
-            dataset=data,
-            cancelled=np.zeros(1, np.uint8),
-            threads=cuda.threads,
-        )
+        given = cuda.linearise, cuda.evaluate, data, np.zeros(1, np.uint8)
+        context = FitContext(*given, threads=cuda.threads)
         contexts = {"device": replace(context, small_fits=cuda.small_fits), "host": context}
         batch = Batch.of(*work)
 
@@ -177,7 +165,8 @@ def longest_step(cuda: Any, work: Work) -> dict[str, float]:
 
 
 def main() -> None:
-    with ServerProcess(devices="0") as server, warpfit.connect(server.address) as client:
+    options = arguments(__doc__, "gpu_small_fits")
+    with connected(devices="0") as (_, client):
         (device,) = client.info().devices
         tables = {name: client.upload(*table(ROWS), dtype=name) for name in ("float32", "float64")}
         work = drawn(client, tables["float32"], PROGRAMS)
@@ -194,7 +183,7 @@ def main() -> None:
             "proposals": proposals.measured(client, 1000),
         }
     content["engine"] = engine(work)
-    save("gpu_small_fits", content, Path(sys.argv[1]) if sys.argv[1:] else None)
+    save(options.name, content, options.folder)
 
 
 if __name__ == "__main__":

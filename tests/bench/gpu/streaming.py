@@ -1,9 +1,9 @@
 """Benchmark of streamed data sets: the rate against those of the bus and of the kernels.
 
-``run.py gpu/streaming [DIRECTORY] [--gigabytes N] [--programs N ...]`` writes
-gpu_streaming.json, into results/ unless a directory is given. A data set of 10 variables and a
-target, float32, is streamed by an engine with ``--memory`` bytes of the device. For each kind
-of evaluation and each number of programs of the random mix, fast mode:
+``run.py gpu/streaming [--gigabytes N] [--programs N ...] [--kinds interpreted compiled gradients]``
+writes gpu_streaming.json. A data set of 10 variables and a target, float32, is streamed by an
+engine that may use 8 GiB of the device. For each kind of evaluation and each number of programs of
+the random mix, fast mode:
 
 * ``seconds``: one evaluation of the losses, the least of some.
 * ``copy_seconds``: the copies of all windows alone, without kernels.
@@ -16,14 +16,12 @@ of evaluation and each number of programs of the random mix, fast mode:
 
 from __future__ import annotations
 
-import argparse
 import time
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import SEED, outputs_of, save
+from harness import SEED, arguments, outputs_of, save
 
 from support.random_programs import thesis_mix
 from warpfit.dataset import Dataset, Layout
@@ -42,20 +40,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 #: Rows that are drawn; the data set repeats them.
 DRAWN = 1 << 20
+MEMORY = 8 << 30
+REPEATS = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", nargs="?", type=Path)
-    parser.add_argument("--gigabytes", type=float, default=20.0)
-    parser.add_argument("--memory", type=int, default=8 << 30)
-    parser.add_argument("--programs", type=int, nargs="+", default=[300, 3000])
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["interpreted"])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--name", default="gpu_streaming", help="of the result")
-    arguments = parser.parse_args()
-    whole = repeated(int(arguments.gigabytes * 1e9) // (4 * COLUMNS))
-    engine = CudaEngine(memory_limit=arguments.memory)
+    asked: dict[str, Any] = {"gigabytes": 20.0, "programs": (300, 3000), "kinds": ("interpreted",)}
+    options = arguments(__doc__, "gpu_streaming", **asked)
+    whole = repeated(int(options.gigabytes * 1e9) // (4 * COLUMNS))
+    engine = CudaEngine(memory_limit=MEMORY)
     started = time.perf_counter()
     engine.load(whole)
     content: dict[str, Any] = {"bytes": whole.layout.nbytes, "rows": whole.layout.rows}
@@ -67,13 +60,13 @@ def main() -> None:
     window = repeated(streamed.window_rows)
     engine.load(window)
     content["results"] = []
-    for kind, count in product(arguments.kinds, arguments.programs):
-        row = measure(engine, whole, window, kind, count, arguments.repeats)
+    for kind, count in product(options.kinds, options.programs):
+        row = measure(engine, whole, window, kind, count)
         bound = max(row["kernel_seconds"], content["copy_seconds"])
         row["of_bound"] = bound / row["seconds"]
         content["results"].append(row)
         print(row, flush=True)
-    save(arguments.name, content, arguments.directory)
+    save(options.name, content, options.folder)
 
 
 def repeated(rows: int) -> Dataset:
@@ -99,7 +92,7 @@ def copy_seconds(engine: CudaEngine, streamed: StreamedDataset) -> float:
 
 
 def measure(
-    engine: CudaEngine, whole: Dataset, window: Dataset, kind: str, programs: int, repeats: int
+    engine: CudaEngine, whole: Dataset, window: Dataset, kind: str, programs: int
 ) -> dict[str, Any]:
     batch = Batch.of(*thesis_mix(1, programs))
 
@@ -113,8 +106,8 @@ def measure(
         return time.perf_counter() - started, timings.compute / 1e9
 
     windows = whole.layout.rows / window.layout.rows
-    kernels = min(run(window)[1] for _ in range(repeats))
-    seconds, streamed = min(run(whole) for _ in range(repeats))
+    kernels = min(run(window)[1] for _ in range(REPEATS))
+    seconds, streamed = min(run(whole) for _ in range(REPEATS))
     return {
         **{"kind": kind, "programs": programs, "seconds": seconds},
         "kernel_seconds": kernels * windows,

@@ -1,27 +1,25 @@
 """Calls of another tenant beside a search: their latency alone, and while a search runs.
 
-``run.py search/beside [--devices cpu] [--seconds 8] [--rounds 3] [--out FOLDER]`` writes
-search_beside_DEVICE.json. One client asks for the losses of 300 programs of the random mix on 1,000
-rows, one call after the other. In turns it is alone, and beside a search of another client, which
-is a process of its own.
+``run.py search/beside [--devices cpu] [--seconds 8]`` writes search_beside_DEVICE.json. One client
+asks for the losses of 300 programs of the random mix on 1,000 rows, one call after the other. In
+turns it is alone, and beside a search of another client, which is a process of its own.
 """
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import SEED, ServerProcess, percentiles, save
+from harness import SEED, arguments, connected, percentiles, save
 
 import warpfit
 from support.random_programs import thesis_mix
 
 ROWS = 1_000
+ROUNDS = 3
 SEARCH = """
 import sys
 import numpy as np
@@ -51,23 +49,17 @@ def latencies(client: warpfit.Client, data: Any, batches: list[Any], seconds: fl
 
 
 def main() -> None:
-    """Measure in turns, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--devices", default="cpu")
-    parser.add_argument("--seconds", type=float, default=8.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = arguments(__doc__, "", devices="cpu", seconds=8.0)
     rng = np.random.default_rng(SEED)
     X = rng.uniform(0.5, 2, (ROWS, 10))
     batches = [thesis_mix(SEED + turn) for turn in range(20)]
     alone: list[float] = []
     beside: list[float] = []
     rates: list[float] = []
-    with ServerProcess(devices=given.devices) as server, warpfit.connect(server.address) as client:
+    with connected(devices=given.devices) as (server, client):
         data = client.upload(X, X[:, 0] * X[:, 1], dtype="float32")
         latencies(client, data, batches, 2.0)
-        for turn in range(given.rounds):
+        for turn in range(ROUNDS):
             alone += latencies(client, data, batches, given.seconds)
             span = str(given.seconds + 2.0)
             command = [sys.executable, "-c", SEARCH, server.address, span]
@@ -85,7 +77,7 @@ def main() -> None:
         "beside": percentiles(beside) | {"calls": len(beside)},
         "formulas_per_second_of_the_search": rates[1:],
     }  # fmt: skip
-    save(f"search_beside_{device}", content, given.out)
+    save(given.name or f"search_beside_{device}", content, given.folder)
 
 
 if __name__ == "__main__":

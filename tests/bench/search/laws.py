@@ -1,25 +1,25 @@
 """Laws of four to seven variables among ten: how many a search finds, and how fast.
 
-``run.py search/laws [--devices cpu] [--seconds 20] [--seeds 0 1] [--peer] [--own] [--out FOLDER]``
-writes search_laws_DEVICE.json, into results/ unless a folder is given. Each law has 1,000 rows of
-ten columns, uniform in [0.3, 3], and noise of 2% of its spread. A law is found if the best formula
-of the front has an R2 above 0.9999 to the noiseless law on 2,000 new rows. The client is real, and
-sends one call of ``Search``. ``--peer`` searches with pyoperon in turns, on all cores, with the
-same operators, length and time. ``--own`` takes eight further laws, to which nothing was tuned.
+``run.py search/laws [--devices cpu] [--seconds 20] [--seeds 0 1] [--laws NAME ...] [--peer]
+[--own]`` writes search_laws_DEVICE.json. Each law has 1,000 rows of ten columns, uniform in [0.3,
+3], and noise of 2% of its spread. A law is found if the best formula of the front has an R2 above
+0.9999 to the noiseless law on 2,000 new rows. The client is real, and sends one call of ``Search``.
+``--peer`` searches with pyoperon in turns, on all cores, with the same operators, length and time.
+``--own`` takes eight further laws, to which nothing was tuned.
 """
 
 from __future__ import annotations
 
-import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import ServerProcess, save
+from harness import arguments, connected, save
 from numpy.typing import NDArray
+from peers import operon_search
 
 import warpfit
 from warpfit.calls.search import SearchResult
@@ -74,7 +74,6 @@ def r2(predicted: Floats, values: Floats) -> float:
 
 
 def best_r2(found: SearchResult, X: Floats, values: Floats) -> float:
-    """Return the best R2 of a front on new rows."""
     with np.errstate(all="ignore"):
         scores = [
             r2(np.broadcast_to(evaluate_program(found.formula(i), X.T), len(X)), values)
@@ -86,7 +85,6 @@ def best_r2(found: SearchResult, X: Floats, values: Floats) -> float:
 def search(
     client: warpfit.Client, law: Callable[[Floats], Floats], seconds: float, seed: int
 ) -> dict[str, Any]:
-    """Search for a law, and say how good the front was when."""
     X, values, y = data(law, 7 + seed)
     new = X[ROWS:], values[ROWS:]
     course: list[tuple[float, float]] = []
@@ -112,48 +110,29 @@ def search(
 
 
 def peer(law: Callable[[Floats], Floats], seconds: float, seed: int) -> dict[str, Any]:
-    """Search with pyoperon on all cores."""
-    import os
-
-    from pyoperon.sklearn import SymbolicRegressor
-
     X, values, y = data(law, 7 + seed)
-    model = SymbolicRegressor(
-        allowed_symbols=OPERONS, optimizer_iterations=5, max_length=MAX_SIZE, generations=10**6,
-        max_evaluations=10**9, max_time=max(1, round(seconds)), random_state=seed,
-        n_threads=len(os.sched_getaffinity(0)),
-    ).fit(X[:ROWS], y[:ROWS])  # fmt: skip
+    cores = len(os.sched_getaffinity(0))
+    model = operon_search(OPERONS, seconds, seed, cores, MAX_SIZE).fit(X[:ROWS], y[:ROWS])
     return {"r2": r2(np.asarray(model.predict(X[ROWS:])), values[ROWS:])}
 
 
 def main() -> None:
-    """Search for all laws, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--devices", default="cpu")
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--laws", nargs="*", help="some of them by name")
-    parser.add_argument("--peer", action="store_true")
-    parser.add_argument("--own", action="store_true")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    chosen: dict[str, Any] = {"laws": (), "peer": False, "own": False}
+    given = arguments(__doc__, "", devices="cpu", seconds=20.0, seeds=(0, 1), **chosen)
     known = OWN if given.own else LAWS
-    laws = {name: known[name] for name in given.laws or known}
+    laws = {name: law for name, law in known.items() if not given.laws or name in given.laws}
     rows = []
-    with ServerProcess(devices=given.devices) as server, warpfit.connect(server.address) as client:
+    with connected(devices=given.devices) as (_, client):
         with client.upload(np.arange(9.0)[:, None], np.arange(9.0)) as table:
             client.search(table, generations=2)  # so that no law waits for a compiler
         for seed in given.seeds:
             for name, law in laws.items():
-                row = {
-                    "law": name,
-                    "seed": seed,
-                    "warpfit": search(client, law, given.seconds, seed),
-                }
+                found = search(client, law, given.seconds, seed)
+                row = {"law": name, "seed": seed, "warpfit": found}
                 if given.peer:
                     row["pyoperon"] = peer(law, given.seconds, seed)
                 rows.append(row)
-                print({key: row[key] for key in ("law", "seed")}, row["warpfit"]["r2"], flush=True)
+                print(name, seed, found["r2"], flush=True)
     found_after = [row["warpfit"]["found_after"] for row in rows]
     content: dict[str, Any] = {
         "seconds": given.seconds, "max_size": MAX_SIZE, "rows": ROWS, "noise": NOISE,
@@ -169,7 +148,8 @@ def main() -> None:
     if given.peer:
         content["found_by_pyoperon"] = sum(row["pyoperon"]["r2"] > FOUND for row in rows)
     device = "cpu" if given.devices.startswith("cpu") else "gpu"
-    save(f"search_laws_{device}{'_own' if given.own else ''}", content, given.out)
+    usual = f"search_laws_{device}{'_own' if given.own else ''}"
+    save(given.name or usual, content, given.folder)
 
 
 if __name__ == "__main__":

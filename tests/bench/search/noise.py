@@ -1,22 +1,19 @@
 """Targets that are nothing but noise: how often a search takes a formula for a law.
 
-``run.py search/noise [--devices 0] [--seconds 10] [--targets 48] [--out FOLDER]``
-writes search_noise_DEVICE.json, into results/ unless a folder is given. Targets are normal,
-lognormal or Student's t with two degrees of freedom, in turn, of 100 or 1,000 rows; five columns
-are normal. A fit is wrong that chooses anything but a constant.
+``run.py search/noise [--devices 0] [--seconds 10] [--targets 48]`` writes search_noise_DEVICE.json.
+Targets are normal, lognormal or Student's t with two degrees of freedom, in turn, of 100 or 1,000
+rows; five columns are normal. A fit is wrong that chooses anything but a constant.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import SEED, ServerProcess, save
+from harness import SEED, ServerProcess, arguments, save
 from numpy.typing import NDArray
 
 from warpfit.sklearn import SymbolicRegressor
@@ -40,7 +37,6 @@ def target(number: int) -> tuple[str, Floats, Floats]:
 
 
 def searched(address: str, number: int, seconds: float) -> dict[str, Any]:
-    """Search for a formula of one target."""
     kind, X, y = target(number)
     model = SymbolicRegressor(
         address=address, generations=10**6, max_seconds=seconds, random_state=number
@@ -60,12 +56,7 @@ def searched(address: str, number: int, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", default="cpu")
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--targets", type=int, default=48)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = arguments(__doc__, "", devices="cpu", seconds=10.0, targets=48)
     runs: list[dict[str, Any]] = []
     with ServerProcess(devices=options.devices) as server:
         searched(server.address, 0, 1.0)  # compiles what a search needs
@@ -76,8 +67,8 @@ def main() -> None:
     wrong = {kind: sum(r["is_wrong"] for r in runs if r["kind"] == kind) for kind in sorted(kinds)}
     found = {"targets": len(runs), "wrong": sum(wrong.values()), "wrong_by_kind": wrong}
     device = "cpu" if options.devices == "cpu" else "gpu"
-    name = f"search_noise_{device}"
-    save(name, {"seconds": options.seconds, **found, "runs": runs}, options.out)
+    name = options.name or f"search_noise_{device}"
+    save(name, {"seconds": options.seconds, **found, "runs": runs}, options.folder)
 
 
 if __name__ == "__main__":

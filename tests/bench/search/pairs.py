@@ -1,7 +1,7 @@
 """Pairs of formulas weighed a second, with the best kept, on the CPU or on a GPU.
 
-``run.py search/pairs [cpu|cuda] [--rows 500 ...] [--threads 2] [--out DIRECTORY]`` writes
-pairs_cpu.json or pairs_cuda.json. Left and right are values of random formulas; the target is a
+``run.py search/pairs [--device cuda] [--rows 500 ...]`` writes pairs_cpu.json or pairs_cuda.json.
+Left and right are values of random formulas; the target is a
 product of two of these with noise of the same size, so that the best pairs explain little and
 nothing is easily left out. ``product`` is a + b u v, ``beside`` a + b u v + c u, ``sum``
 a + b u + c v. ``cpu_seconds`` are those of all threads, for a machine that does other things, too.
@@ -10,21 +10,21 @@ The best pairs are compared with those of least squares on a part of the pairs.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import SEED, save
-from support.engines.plain_pairs import plain_best, plain_errors
+from harness import SEED, arguments, save
 
+from support.suites.pairs import plain_best, plain_errors
 from warpfit_server.engine.interface import run_to_end
 from warpfit_server.engine.search.weighing import Fit, Weigher
 
 KINDS = {"product": (True, False), "beside": (True, True), "sum": (False, True)}
 ROUNDS = 5
+#: Of the CPU.
+THREADS = 2
 #: Right formulas, by device.
 RIGHT = {"cpu": 16_384, "cuda": 98_304}
 
@@ -38,7 +38,6 @@ def drawn(count: int, rows: int, rng: np.random.Generator) -> np.ndarray[Any, An
 
 
 def measure(weigher: Weigher, device: str, rows: int) -> dict[str, Any]:
-    """Return the rates of each kind on so many rows."""
     rng = np.random.default_rng(SEED)
     left, right = drawn(weigher.block, rows, rng), drawn(RIGHT[device], rows, rng)
     weights = np.full(rows, 1 / rows)
@@ -84,18 +83,12 @@ def measure(weigher: Weigher, device: str, rows: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, and write the result."""
-    flags = argparse.ArgumentParser(description=__doc__)
-    flags.add_argument("device", choices=[*RIGHT], nargs="?", default="cpu")
-    flags.add_argument("--rows", type=int, nargs="+", default=[128, 500])
-    flags.add_argument("--threads", type=int, default=2)
-    flags.add_argument("--out", type=Path)
-    given = flags.parse_args()
+    given = arguments(__doc__, "", device="cpu", rows=(128, 500))
     weigher: Any
     if given.device == "cpu":
         from warpfit_server.engine.cpu.pairs import CpuWeigher
 
-        weigher = CpuWeigher(given.threads)
+        weigher = CpuWeigher(THREADS)
     else:
         from warpfit_server.engine.cuda.runtime.device import CudaDevice
         from warpfit_server.engine.cuda.search import pairs
@@ -106,12 +99,12 @@ def main() -> None:
     result = {
         "rows": {str(rows): measure(weigher, given.device, rows) for rows in given.rows},
         "left": weigher.block, "right": RIGHT[given.device], "kept": weigher.kept,
-        "threads": given.threads if given.device == "cpu" else None,
+        "threads": THREADS if given.device == "cpu" else None,
         "blas_threads": os.environ.get("OPENBLAS_NUM_THREADS"),
         "load_average": os.getloadavg()[0],
     }  # fmt: skip
     weigher.close()
-    save(f"pairs_{given.device}", result, given.out)
+    save(given.name or f"pairs_{given.device}", result, given.folder)
 
 
 if __name__ == "__main__":

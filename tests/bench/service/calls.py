@@ -1,7 +1,7 @@
 """Measure the cost of a call around the engine: CPU time of client and decoder, latency, start-up.
 
-``run.py service/calls`` writes two results. Calls ask for the losses of 300 programs of the
-random mix with their parameters.
+``run.py service/calls`` writes two results into ``--folder``. Calls ask for the losses of 300
+programs of the random mix with their parameters.
 
 * call_cost.json: processor time of the process, gRPC's threads included, because the clock depends
   on who else uses the machine; the answers come from another process on loopback that computes
@@ -25,7 +25,7 @@ from typing import Any
 
 import grpc
 import numpy as np
-from harness import SEED, ServerProcess, percentiles, save, start_up_seconds
+from harness import SEED, arguments, connected, medians_in_turn, percentiles, save, start_up_seconds
 
 import warpfit
 from support.random_programs import thesis_mix
@@ -49,21 +49,9 @@ METHOD = "/warpfit.v1.Evaluator/Evaluate"
 
 def microseconds(actions: dict[str, Callable[[int], object]]) -> dict[str, float]:
     """Processor time of one call of each action, median of rounds in which they take turns."""
-    rounds: dict[str, list[float]] = {name: [] for name in actions}
-    for _ in range(ROUNDS):
-        for name, action in actions.items():
-            started = time.process_time_ns()
-            for turn in range(BATCHES):
-                action(turn)
-            rounds[name].append((time.process_time_ns() - started) / BATCHES / 1e3)
-    return {name: round(statistics.median(times), 1) for name, times in rounds.items()}
-
-
-def answer_bytes(data: DatasetHandle) -> bytes:
-    """Return an answer with 300 losses, in one message."""
-    timings = Timings(decode=1_000_000, queue=10_000, compute=130_000, copy_out=10_000)
-    arrays = {"losses": np.random.default_rng(SEED).uniform(size=(300, 1))}
-    return codec.result_start(data.layout, (300, 1, 100_000)) + codec.result_end(timings, arrays)
+    cases = {name: lambda a=action: [*map(a, range(BATCHES))] for name, action in actions.items()}
+    medians = medians_in_turn(cases, rounds=ROUNDS, clock=time.process_time)
+    return {name: round(1e6 * median / BATCHES, 1) for name, median in medians.items()}
 
 
 def server_costs(data: DatasetHandle, messages: list[bytes]) -> dict[str, float]:
@@ -129,7 +117,10 @@ def bare_server() -> Iterator[str]:
 
 def serve_answer() -> None:
     """Answer every request with the same bytes until standard input ends; calls may go on."""
-    answer = answer_bytes(DatasetHandle(data_set()))
+    timings = Timings(decode=1_000_000, queue=10_000, compute=130_000, copy_out=10_000)
+    losses = {"losses": np.random.default_rng(SEED).uniform(size=(300, 1))}
+    start = codec.result_start(data_set().layout, (300, 1, 100_000))
+    answer = start + codec.result_end(timings, losses)
     handler = grpc.stream_stream_rpc_method_handler(lambda asked, _: (answer for _ in asked))
     (info,) = InProcessServer().answer(Request("GetServerInfo", None, list))
     greeting = grpc.unary_unary_rpc_method_handler(lambda *_: info.SerializeToString())
@@ -152,7 +143,7 @@ def overhead(rounds: int = 200) -> dict[str, float]:
     """Milliseconds beyond the engine's own time: 300 fresh expressions, 1,000 rows, loss only."""
     X = np.random.default_rng(SEED).uniform(0.5, 2, size=(1000, 10)).astype(np.float32)
     extra = []
-    with ServerProcess() as server, warpfit.connect(server.address) as client:
+    with connected() as (_, client):
         data = client.upload(X, X[:, 0])
         for programs, parameters in [thesis_mix(SEED + turn) for turn in range(rounds)]:
             started = time.perf_counter_ns()
@@ -162,6 +153,7 @@ def overhead(rounds: int = 200) -> dict[str, float]:
 
 
 def main() -> None:
+    options = arguments(__doc__, "")
     data = DatasetHandle(data_set())
     data.content_id  # noqa: B018 (hashed once, before anything is measured)
     batches = [thesis_mix(SEED + turn) for turn in range(BATCHES)]
@@ -175,10 +167,10 @@ def main() -> None:
         "client_us": call_costs(data, batches, messages),
         "server_us": server_costs(data, messages),
     }
-    save("call_cost", content)
+    save("call_cost", content, options.folder)
     content = {"seed": SEED, "evaluate_300_fresh_1000_rows_loss": overhead()}
     # The server above has filled the compile cache, which the start-up time presumes.
-    save("service", {**content, "start_up_seconds": start_up_seconds()})
+    save("service", {**content, "start_up_seconds": start_up_seconds()}, options.folder)
 
 
 if __name__ == "__main__":

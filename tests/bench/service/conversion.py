@@ -9,7 +9,6 @@ no cache knows them.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import operator
@@ -20,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from harness import save
+from harness import arguments, save, seconds_of
 
 from warpfit.calls.arguments import build_evaluation
 from warpfit.calls.dataset_handle import DatasetHandle
@@ -63,17 +62,12 @@ def microseconds(handle: DatasetHandle, kind: str, seed: int, count: int) -> flo
     random.seed(seed)
     expressions = KINDS[kind](count)
     gc.collect()
-    started = time.process_time()
-    build_evaluation(handle, expressions, None, None, {})
-    return (time.process_time() - started) / len(expressions) * 1e6
+    build = functools.partial(build_evaluation, handle, expressions, None, None, {})
+    return seconds_of(build, 1, clock=time.process_time)[0] / len(expressions) * 1e6
 
 
 def main() -> None:
-    """Measure and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trees", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
+    options = arguments(__doc__, "conversion", trees=1000, rounds=15)
     handle = DatasetHandle(Dataset.of(np.ones((2, 5)), np.ones(2)))
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for number in range(options.rounds + 1):
@@ -86,7 +80,7 @@ def main() -> None:
         "rounds": options.rounds,
         "median_microseconds_an_expression": {kind: {"this": m} for kind, m in medians.items()},
     }
-    save("conversion", content)
+    save(options.name, content, options.folder)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,21 @@
 """Faults, many of each, under load: what the clients saw, and whether it is what they should see.
 
 ``run.py service/faults`` starts servers with the CPU engine on loopback, takes about six minutes,
-writes results/faults.json and ends with status 1 if an expectation is not met; with ``--ray`` it
+writes faults.json and ends with status 1 if an expectation is not met; with ``--ray`` it
 starts Ray clusters of three nodes (`ray.cluster_utils`), each with a server of one thread, takes
-about five minutes and writes results/faults_ray.json. With names of faults it does these alone, and
+about five minutes and writes faults_ray.json. With names of faults it does these alone, and
 puts them beside what the file has of the others.
 """
 
-import argparse
 import json
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from harness import RESULTS, save
+from harness import arguments, save
 
-from support.load import faults, several
-from support.load.killed_uploads import is_clean, killed_uploads
+from support.load import faults
 
 #: Seconds in which a killed CPU engine has to answer again.
 BACK = 2.0
@@ -44,11 +42,11 @@ def of_servers() -> dict[str, Fault]:
         "server_sigkill": (lambda: faults.supervisor_sigkill(5), _unharmed),
         "sigterm": (lambda: faults.sigterm(5), _drained),
         "sigterm_two_front_ends": (lambda: faults.sigterm(5, front_ends=2), _drained),
-        "one_of_three_servers_sigkill": (lambda: several.lost_servers(9), _taken_over),
-        "one_of_three_servers_sigstop": (lambda: several.frozen_servers(6), _unharmed),
-        "three_servers_rolling_restart": (lambda: several.rolling_restart(2), _unharmed),
+        "one_of_three_servers_sigkill": (lambda: faults.lost_servers(9), _taken_over),
+        "one_of_three_servers_sigstop": (lambda: faults.frozen_servers(6), _unharmed),
+        "three_servers_rolling_restart": (lambda: faults.rolling_restart(2), _unharmed),
         "bad_network": (lambda: faults.bad_network(5), _shielded),
-        "killed_in_mid_upload": (lambda: killed_uploads(1000), is_clean),
+        "killed_in_mid_upload": (lambda: faults.killed_uploads(1000), faults.is_clean),
     }
 
 
@@ -68,19 +66,18 @@ def of_ray() -> dict[str, Fault]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--ray", action="store_true")
-    options = parser.parse_args()
+    options = arguments(__doc__, "", "names", ray=False)
     name, known = ("faults_ray", of_ray()) if options.ray else ("faults", of_servers())
-    chosen, path = options.names or list(known), RESULTS / f"{name}.json"
-    results = json.loads(path.read_text())["faults"] if options.names else {}
+    name = options.name or name
+    chosen, path = options.names or list(known), options.folder / f"{name}.json"
+    known_before = options.names and path.exists()
+    results = json.loads(path.read_text())["faults"] if known_before else {}
     for fault in chosen:
         provoke, expected = known[fault]
         busy = round(os.getloadavg()[0], 1)  # other programs of the machine slow everything down
         seen = provoke()
         results[fault] = {"as_expected": expected(seen), "load_average_before": busy, **seen}
-    save(name, {"faults": results})
+    save(name, {"faults": results}, options.folder)
     return 0 if all(results[fault]["as_expected"] for fault in chosen) else 1
 
 

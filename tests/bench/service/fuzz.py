@@ -1,16 +1,15 @@
 """Sends a million seeded requests, most of them wrong, and watches the server.
 
-``run.py service/fuzz --requests 1000000`` starts a server on loopback and writes
-results/fuzz.json: what came back, by status and reason; how often a process of the server ended;
-how its memory and descriptors grew. Some calls of Evaluate stay open for several requests, each of
-which must bring what it brings alone; they are counted once by status, and by themselves, too. It
-ends with status 1 if a request got an answer that it must not get, a process ended, memory or
-descriptors grew, or something remains in flight.
+``run.py service/fuzz --requests 1000000`` starts a server on loopback and writes fuzz.json: what
+came back, by status and reason; how often a process of the server ended; how its memory and
+descriptors grew. Some calls of Evaluate stay open for several requests, each of which must bring
+what it brings alone; they are counted once by status, and by themselves, too. It ends with status 1
+if a request got an answer that it must not get, a process ended, memory or descriptors grew, or
+something remains in flight.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import sys
@@ -24,91 +23,76 @@ from typing import Any
 
 import grpc
 import psutil
-from harness import ServerProcess, precompile, save
+from harness import SEED, ServerProcess, arguments, precompile, save
 
 from support.load.fuzz import FLAGS, LAST_MOVES, LIMITS, Fuzzer, OpenCall, is_fine, outcomes
+from support.load.processes import in_threads
 from support.servers.rpcs import OWN_CONNECTION, Caller
-from support.servers.server import eventually
+from support.servers.server import eventually, tenants_file
 from warpfit_server.tenancy.quotas import Amounts
 
 #: Memory may grow by this much in the second half of the requests.
 GROWTH_BYTES = 32 << 20
 #: So may the descriptors, of which data sets and idle segments have some hundreds by then.
 GROWTH_DESCRIPTORS = 128
+PROCESSES, THREADS = 2, 4
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
-def work(address: str, seed: int, count: int, threads: int, done: Any, out: Any) -> None:
+def work(address: str, seed: int, count: int, done: Any, out: Any) -> None:
     """Process: send ``count`` requests from several threads."""
     seen: Counter[tuple[str, str, str]] = Counter()
     opened: Counter[str] = Counter()
     wrong: list[str] = []
     lock = threading.Lock()
 
-    def send(part: int) -> None:
-        channel = grpc.insecure_channel(address, OWN_CONNECTION)
-        caller = Caller(channel)
+    def send(own_seed: int) -> None:
         sent, counts = 0, Counter[str]()
-        for turn, request in enumerate(Fuzzer(seed * 1000 + part).requests()):
-            if sent >= count // threads:
-                break
-            sent += request.size
-            with done.get_lock():
-                done.value += request.size
-            for found in outcomes(caller, request, counts):
-                with lock:
-                    seen[request.method, *found] += 1
-                    if not is_fine(found) and len(wrong) < 20:
-                        wrong.append(f"seed {seed * 1000 + part}, request {turn}: {found}")
-        channel.close()
+        with grpc.insecure_channel(address, OWN_CONNECTION) as channel:
+            for turn, request in enumerate(Fuzzer(own_seed).requests()):
+                if sent >= count // THREADS:
+                    break
+                sent += request.size
+                with done.get_lock():
+                    done.value += request.size
+                for found in outcomes(Caller(channel), request, counts):
+                    with lock:
+                        seen[request.method, *found] += 1
+                        if not is_fine(found) and len(wrong) < 20:
+                            wrong.append(f"seed {own_seed}, request {turn}: {found}")
         with lock:
             opened.update(counts)
 
-    parts = [threading.Thread(target=send, args=(part,)) for part in range(threads)]
-    for part in parts:
-        part.start()
-    for part in parts:
-        part.join()
+    with in_threads(send, range(seed * 1000, seed * 1000 + THREADS)):
+        pass
     out.put((dict(seen), wrong, dict(opened)))
 
 
-def watch(family: list[psutil.Process]) -> dict[str, Any]:
+def watch(family: dict[str, psutil.Process]) -> dict[str, Any]:
     """Memory of the processes' own, shared memory, and open descriptors."""
-    names = ("main", "engine")
     sample: dict[str, Any] = {}
-    for name, process in zip(names, family, strict=True):
-        try:
+    for name, process in family.items():
+        private = shared = descriptors = 0
+        with suppress(psutil.NoSuchProcess):  # it crashed, which the result says
             memory, descriptors = process.memory_info(), process.num_fds()
-        except psutil.NoSuchProcess:  # it crashed, which the result says
-            sample[name] = {"private_mib": 0.0, "shared_mib": 0.0, "descriptors": 0}
-            continue
-        sample[name] = {
-            "private_mib": round((memory.rss - memory.shared) / 2**20, 1),
-            "shared_mib": round(memory.shared / 2**20, 1),
-            "descriptors": descriptors,
-        }
+            private, shared = memory.rss - memory.shared, memory.shared
+        sizes = {"private_mib": round(private / 2**20, 1), "shared_mib": round(shared / 2**20, 1)}
+        sample[name] = {**sizes, "descriptors": descriptors}
     return sample
 
 
-def run(requests: int, seed: int, processes: int, threads: int) -> dict[str, Any]:
-    """Fuzz a fresh server; return what was seen."""
-    limits = Path(tempfile.mkdtemp()) / "tenants.toml"
-    limits.write_text(LIMITS)
-    flags = ("--threads", "2", "--front-ends", "1", "--tenants-file", str(limits), *FLAGS)
+def run(requests: int, seed: int) -> dict[str, Any]:
+    limits = tenants_file(Path(tempfile.mkdtemp()), LIMITS)
+    flags = ("--threads", "2", "--front-ends", "1", "--tenants-file", limits, *FLAGS)
     with ServerProcess(*flags, PYTHONFAULTHANDLER="1") as server:
-        family = [psutil.Process(server.process.pid), server.engine()]
+        family = {"main": psutil.Process(server.process.pid), "engine": server.engine()}
         done, out = _CONTEXT.Value("q", 0), _CONTEXT.Queue()
-        workers = [
-            _CONTEXT.Process(
-                target=work,
-                args=(server.address, seed + index, requests // processes, threads, done, out),
-            )
-            for index in range(processes)
-        ]
+        given = [(server.address, seed + n, requests // PROCESSES) for n in range(PROCESSES)]
+        workers = [_CONTEXT.Process(target=work, args=(*each, done, out)) for each in given]
         for worker in workers:
             worker.start()
         samples = [{"requests": 0, **watch(family)}]
-        while any(worker.is_alive() for worker in workers) and out.qsize() < processes:
+        while any(worker.is_alive() for worker in workers) and out.qsize() < PROCESSES:
             if done.value - samples[-1]["requests"] >= requests / 20:
                 samples.append({"requests": done.value, **watch(family)})
                 print(json.dumps(samples[-1]), flush=True)
@@ -120,20 +104,14 @@ def run(requests: int, seed: int, processes: int, threads: int) -> dict[str, Any
         with suppress(AssertionError):  # which the result says
             eventually(lambda: server.in_flight() == Amounts())
         remaining = server.in_flight()
-        alive = server.process.poll() is None and server.engine().pid == family[1].pid
+        alive = server.process.poll() is None and server.engine().pid == family["engine"].pid
         samples.append({"requests": done.value, **watch(family)})
-    return summary(results, samples, seed, remaining, processes_ended=not alive)
+    return {"seed": seed, **summary(results, samples, remaining), "crashes": int(not alive)}
 
 
 def summary(
-    results: list[Any],
-    samples: list[dict[str, Any]],
-    seed: int,
-    remaining: Amounts,
-    *,
-    processes_ended: bool,
+    results: list[Any], samples: list[dict[str, Any]], remaining: Amounts
 ) -> dict[str, Any]:
-    """Put the figures together."""
     seen = sum((Counter(counted) for counted, _, _ in results), Counter[tuple[str, ...]]())
     opened = sum((Counter(counted) for _, _, counted in results), Counter[str]())
     open_ends = Counter[str]()
@@ -145,7 +123,6 @@ def summary(
             counter[name] += count
     warm, last = samples[len(samples) // 2], samples[-1]
     return {
-        "seed": seed,
         "requests": samples[-1]["requests"],
         "by_method": dict(by[0]),
         "by_status": dict(by[1].most_common()),
@@ -157,7 +134,6 @@ def summary(
         },
         "in_flight_at_the_end": remaining._asdict(),
         "not_allowed": [each for _, found, _ in results for each in found],
-        "crashes": int(processes_ended),
         "internal": by[1]["INTERNAL"] + by[1]["UNKNOWN"],
         "growth_after_half": {
             name: {key: round(last[name][key] - warm[name][key], 1) for key in last[name]}
@@ -168,7 +144,6 @@ def summary(
 
 
 def is_good(result: dict[str, Any]) -> bool:
-    """Tell whether the server came through."""
     grown = result["growth_after_half"].values()
     flat = max(x["private_mib"] for x in grown) * 2**20 < GROWTH_BYTES
     flat &= max(x["descriptors"] for x in grown) < GROWTH_DESCRIPTORS
@@ -178,16 +153,10 @@ def is_good(result: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=20261121)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--out", type=Path, help="folder of the result")
-    options = parser.parse_args()
+    options = arguments(__doc__, "fuzz", requests=1_000_000, seed=SEED)
     precompile()
-    result = run(options.requests, options.seed, options.processes, options.threads)
-    save("fuzz", result, options.out)
+    result = run(options.requests, options.seed)
+    save(options.name, result, options.folder)
     return 0 if is_good(result) else 1
 
 

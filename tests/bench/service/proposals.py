@@ -9,7 +9,6 @@ ones and from eight drawn starts, on float64 data.
 
 from __future__ import annotations
 
-import argparse
 import runpy
 import statistics
 import time
@@ -17,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import SEED, ServerProcess, save
+from harness import SEED, arguments, connected, save
 
 import warpfit
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "client" / "examples" / "propose_loop.py"
 NAMES = ("a", "b", "c")
+RESTARTS = 8
 
 
 def measured(
-    client: warpfit.Client, rows: int, count: int = 300, restarts: int = 8, rounds: int = 3
+    client: warpfit.Client, rows: int, *, count: int = 300, rounds: int = 3
 ) -> dict[str, Any]:
     """Measure a number of skeletons on so many rows."""
     skeletons = runpy.run_path(str(EXAMPLE))["Grammar"](NAMES, SEED).propose(count, [])
@@ -34,11 +34,11 @@ def measured(
     X = rng.uniform(0.5, 3.0, (rows, len(NAMES)))
     y = 2.5 * np.exp(-0.4 * X[:, 0]) * np.cos(1.3 * X[:, 1]) + 0.7 * X[:, 2]
     data = client.upload(X, y + rng.normal(0.0, 0.02, rows), names=NAMES, dtype="float64")
-    client.propose(data, skeletons[:20], restarts=restarts)  # warms up
+    client.propose(data, skeletons[:20], restarts=RESTARTS)  # warms up
     walls, own = [], []
     for seed in range(rounds):
         begun, used = time.perf_counter(), time.process_time()
-        answers = client.propose(data, skeletons, restarts=restarts, seed=seed, timeout=3600.0)
+        answers = client.propose(data, skeletons, restarts=RESTARTS, seed=seed, timeout=3600.0)
         walls.append(time.perf_counter() - begun)
         own.append(time.process_time() - used)
     fitted = [each for each in answers if each.error is None]
@@ -54,23 +54,13 @@ def measured(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path, nargs="?", help="where the result is written")
-    parser.add_argument("--devices", default="cpu")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1000, 100_000])
-    parser.add_argument("--skeletons", type=int, default=300)
-    parser.add_argument("--restarts", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--name", default="proposals")
-    options = parser.parse_args()
-    given = options.skeletons, options.restarts, options.rounds
-    with (
-        ServerProcess(devices=options.devices) as server,
-        warpfit.connect(server.address) as client,
-    ):
-        cases = {f"{rows} rows": measured(client, rows, *given) for rows in options.rows}
-    content = {name: getattr(options, name) for name in ("devices", "skeletons", "restarts")}
-    save(options.name, {**content, "seed": SEED, "cases": cases}, options.directory)
+    sizes: dict[str, Any] = {"rows": (1000, 100_000), "skeletons": 300, "rounds": 3}
+    options = arguments(__doc__, "proposals", devices="cpu", **sizes)
+    given = {"count": options.skeletons, "rounds": options.rounds}
+    with connected(devices=options.devices) as (_, client):
+        cases = {f"{rows} rows": measured(client, rows, **given) for rows in options.rows}
+    content = {"devices": options.devices, "skeletons": options.skeletons, "restarts": RESTARTS}
+    save(options.name, {**content, "seed": SEED, "cases": cases}, options.folder)
 
 
 if __name__ == "__main__":

@@ -5,33 +5,23 @@ server grew by 50 MB or more after a warm-up of a quarter of the time, or if the
 that keeps 32 KiB of each answered call, passed.
 """
 
-import argparse
 import sys
+from typing import Any
 
-from harness import save
+from harness import arguments, save
 
 from support.load.soak import soak
 
 LEAK = 32 << 10
+SIZE: dict[str, Any] = {"clients": 4, "front_ends": 2, "devices": "cpu"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--control-minutes", type=float, default=2.0)
-    parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--front-ends", type=int, default=2)
-    parser.add_argument("--devices", default="cpu")
-    options = parser.parse_args()
-    size = {
-        "clients": options.clients,
-        "front_ends": options.front_ends,
-        "devices": options.devices,
-    }
-    control = soak(60 * options.control_minutes, leak=LEAK, **size)
-    result = soak(60 * options.minutes, **size)
-    content = {"minutes": options.minutes, **size, "soak": result, "control_with_a_leak": control}
-    save("soak", content)
+    options = arguments(__doc__, "soak", minutes=30.0, control_minutes=2.0)
+    control = soak(60 * options.control_minutes, leak=LEAK, **SIZE)
+    result = soak(60 * options.minutes, **SIZE)
+    content = {"minutes": options.minutes, **SIZE, "soak": result, "control_with_a_leak": control}
+    save(options.name, content, options.folder)
     return 0 if result["passed"] and not control["passed"] else 1
 
 

@@ -1,6 +1,6 @@
 """What moving matrices costs between processes of one machine, and the bounds of that.
 
-``run.py service/transport`` starts a server on loopback and writes results/transport.json: a
+``run.py service/transport`` starts a server on loopback and writes transport.json: a
 value matrix of 120 MB (with an engine that computes nothing, then with the CPU engine, which takes
 the same processors) and an upload of 400 MB. Beside them stand the bounds of the machine in the
 same run: copying memory and SHA-256. The best round says what the machine can do, the median what
@@ -12,12 +12,10 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from harness import SEED, ServerProcess, save, seconds_of
+from harness import SEED, arguments, connected, save, seconds_of
 
 import warpfit
 from support.load.faults import injected
@@ -31,30 +29,8 @@ UPLOAD_ROWS, UPLOAD_VARIABLES = 1_000_000, 100
 
 
 def rates(size: int, seconds: list[float]) -> dict[str, float]:
-    """GB/s of the median and of the best round."""
     median, best = statistics.median(seconds), min(seconds)
     return {"gb_s": size / median / 1e9, "best_gb_s": size / best / 1e9}
-
-
-def memory_bounds(size: int) -> dict[str, Any]:
-    """Copying memory that is in use already, and hashing it."""
-    source = np.random.default_rng(SEED).bytes(size)
-    target = np.zeros(size, np.uint8)
-    view = np.frombuffer(source, np.uint8)
-    return {
-        "memory_copy": rates(size, seconds_of(lambda: np.copyto(target, view), ROUNDS)),
-        "sha256": rates(size, seconds_of(lambda: hashlib.sha256(source).digest(), 3)),
-    }
-
-
-@contextmanager
-def connected(**environment: str) -> Iterator[warpfit.Client]:
-    """A client of a server with one front end."""
-    with (
-        ServerProcess("--front-ends", "1", **environment) as server,
-        warpfit.connect(server.address) as client,
-    ):
-        yield client
 
 
 def answers(client: warpfit.Client, *, idle: bool) -> dict[str, Any]:
@@ -91,16 +67,23 @@ def uploads(client: warpfit.Client) -> dict[str, Any]:
 
 
 def main() -> None:
-    bounds = memory_bounds(ROWS * PROGRAMS * 4)
-    with connected(**injected("idle=1")) as client:
+    options, one = arguments(__doc__, "transport"), ("--front-ends", "1")
+    size = ROWS * PROGRAMS * 4
+    source, target = np.random.default_rng(SEED).bytes(size), np.zeros(size, np.uint8)
+    view = np.frombuffer(source, np.uint8)
+    bounds = {
+        "memory_copy": rates(size, seconds_of(lambda: np.copyto(target, view), ROUNDS)),
+        "sha256": rates(size, seconds_of(lambda: hashlib.sha256(source).digest(), 3)),
+    }
+    with connected(*one, **injected("idle=1")) as (_, client):
         moved = answers(client, idle=True)
-    with connected() as client:
+    with connected(*one) as (_, client):
         found = {
             "answer": moved,
             "answer_with_cpu_engine": answers(client, idle=False),
             "upload": uploads(client),
         }
-    save("transport", {"seed": SEED, "bounds": bounds, **found})
+    save(options.name, {"seed": SEED, "bounds": bounds, **found}, options.folder)
 
 
 if __name__ == "__main__":

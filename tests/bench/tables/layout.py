@@ -9,7 +9,6 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def result(name: str) -> Any:
-    """Read a result file."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -20,5 +19,4 @@ def table(head: str, rows: Iterable[str]) -> Iterator[str]:
 
 
 def select(cases: list[Any], **fields: Any) -> list[Any]:
-    """Return the cases that have these fields."""
     return [case for case in cases if all(case[name] == value for name, value in fields.items())]

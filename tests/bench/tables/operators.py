@@ -6,7 +6,7 @@ from typing import Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from support.engines.accuracy import BOUNDS, Bound, Bounds
+from support.engines.accuracy import BOUNDS, Bound
 from warpfit.ops import OPERATORS, Operator
 
 _INTRODUCTION: Final = """\
@@ -66,16 +66,19 @@ all operators:
 
 
 def operator_page() -> str:
-    """Write the page as Markdown."""
-    rows = OPERATORS.values()
-    return (
-        _INTRODUCTION
-        + "".join(_meaning(row) for row in rows)
-        + _BOUNDS_TEXT
-        + "".join(_bounds(row.name, BOUNDS[row.name]) for row in rows)
-        + _SLOPES_TEXT
-        + "".join(_slopes(row) for row in rows)
-    )
+    page, rows = _INTRODUCTION, OPERATORS.values()
+    for row in rows:
+        page += _line(row.name, f"`{text_form(row)}`", str(row.code), str(row.arity), row.notes)
+    page += _BOUNDS_TEXT
+    for row in rows:
+        own = BOUNDS[row.name]
+        each = (own.precise_cpu, own.precise_cuda, own.fast_cpu, own.fast_cuda)
+        page += _line(row.name, *map(_bound_text, each))
+    page += _SLOPES_TEXT
+    for row in rows:
+        slopes = ", ".join(f"`{text}`" for text in row.derivative)
+        page += _line(row.name, slopes, row.slope_notes)
+    return page
 
 
 def text_form(row: Operator) -> str:
@@ -91,15 +94,6 @@ def _line(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
-def _meaning(row: Operator) -> str:
-    return _line(row.name, f"`{text_form(row)}`", str(row.code), str(row.arity), row.notes)
-
-
-def _bounds(name: str, bounds: Bounds) -> str:
-    each = (bounds.precise_cpu, bounds.precise_cuda, bounds.fast_cpu, bounds.fast_cuda)
-    return _line(name, *(_bound_text(bound) for bound in each))
-
-
 def _bound_text(bound: Bound) -> str:
     """Write one bound in words."""
     simple = bound.ulp.replace(".", "").isdigit()
@@ -107,7 +101,3 @@ def _bound_text(bound: Bound) -> str:
     if bound.absolute != "0":
         text += f" or `{bound.absolute}`"
     return f"{text} where `{bound.where}`" if bound.where else text
-
-
-def _slopes(row: Operator) -> str:
-    return _line(row.name, ", ".join(f"`{text}`" for text in row.derivative), row.slope_notes)

@@ -45,7 +45,6 @@ A closing makes the loss of the sum S of the row losses, as in
 
 
 def reference_page() -> str:
-    """Write the page as Markdown."""
     parts = [_INTRODUCTION]
     parts += [_row(f"`{loss}`", _fields(losses.Loss)[loss.name][1]) for loss in losses.Loss]
     parts.append(_FUNCTIONS_TEXT)
@@ -84,7 +83,6 @@ def reference_page() -> str:
 
 
 def _method(title: str, method: Any) -> Iterator[str]:
-    """Write the keywords of a method of the client, with what it raises."""
     summary = _plain(inspect.getdoc(method).partition("\n\n")[0])
     yield f"\n## Keywords of {title}\n\n{summary}\n"
     yield "\n| keyword | type | meaning |\n|---|---|---|\n"

@@ -241,7 +241,7 @@ _ON_CPU = {
     name: _compiled(getattr(genome, name).py_func)
     for name in (
         *("simplify", "is_allowed", "structure_hash", "first_formula", "breed"),
-        *("start_random", "tried_mark"),
+        *("start_random", "tournament", "tried_mark"),
     )
 }
 

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from support.load.processes import Processes
-from support.servers.rpcs import SERVICE, detail_of
+from support.load.processes import Processes, in_threads
+from support.servers.rpcs import OWN_CONNECTION, SERVICE, bearer, detail_of
 
 EVALUATE, OPTIMIZE = SERVICE + "Evaluate", SERVICE + "Optimize"
 #: The threads of a generator take turns of this many seconds: its Python is not what is measured.
@@ -48,12 +48,11 @@ class Caller:
     """Sends one request again and again over a connection of its own."""
 
     def __init__(self, target: Target) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        self._channel = grpc.insecure_channel(target.address, options)
-        self._method = self._channel.unary_stream(target.method)
-        self._metadata = (("authorization", f"Bearer {target.token}"),)
+        channel = grpc.insecure_channel(target.address, OWN_CONNECTION)
+        self._method = channel.unary_stream(target.method)
+        self._metadata = bearer(target.token)
         self._request = target.request
-        grpc.channel_ready_future(self._channel).result(30)  # connecting is not measured
+        grpc.channel_ready_future(channel).result(30)  # connecting is not measured
 
     def aim(self, target: Target) -> None:
         """Ask for something else of the same method from now on, over the same connection."""
@@ -88,9 +87,9 @@ def closed_loop(caller: Caller, seconds: float, least: float = 0.0) -> Outcomes:
 
 
 def closed_loops(callers: list[Caller], seconds: float) -> Outcomes:
-    """Closed loops, a thread for each caller."""
     outcomes: Outcomes = []
-    _in_threads(lambda caller: outcomes.extend(closed_loop(caller, seconds)), callers)
+    with in_threads(lambda caller: outcomes.extend(closed_loop(caller, seconds)), callers):
+        pass
     return outcomes
 
 
@@ -110,16 +109,9 @@ def open_loop(callers: list[Caller], rate: float, seconds: float) -> Outcomes:
             time.sleep(max(0.0, started + turn / rate - time.perf_counter()))
             outcomes.append(caller.call()[0])
 
-    _in_threads(work, callers)
+    with in_threads(work, callers):
+        pass
     return outcomes
-
-
-def _in_threads(work: Callable[[Caller], None], callers: Iterable[Caller]) -> None:
-    threads = [threading.Thread(target=work, args=(caller,)) for caller in callers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 class Crew(Processes):
@@ -133,13 +125,11 @@ class Crew(Processes):
         super().__init__(_serve_crew, [(target, share) for share in shares])
 
     def closed(self, clients: int, seconds: float) -> Outcomes:
-        """Closed loops of so many callers."""
         count = len(self.ends)
         shares = [len(range(number, clients, count)) for number in range(count)]
         return list(chain(*self.ask([("closed", share, seconds) for share in shares])))
 
     def open(self, rate: float, seconds: float) -> Outcomes:
-        """An open loop of a rate."""
         count = len(self.ends)
         return list(chain(*self.ask([("open", rate / count, seconds)] * count)))
 

@@ -1,17 +1,24 @@
-"""Faults of a running server and its network, and what clients see of them.
+"""Faults of running servers and their network under load, and what clients see of them.
 
 Small numbers make a test of a few seconds, large ones the table of `tests/bench/service/faults.py`.
 """
 
+from __future__ import annotations
+
+import itertools
+import multiprocessing
 import os
 import signal
 import socket
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import psutil
 
@@ -19,7 +26,10 @@ import warpfit
 from support.load.load import Load, OwnConnection
 from support.servers import health
 from support.servers.network import Proxy, Spoil
-from support.servers.server import ServerProcess
+from support.servers.rpcs import OWN_CONNECTION, SERVICE
+from support.servers.server import ServerProcess, private_bytes
+from warpfit import codec
+from warpfit.dataset import Dataset
 from warpfit.errors import DeadlineExceededError
 
 #: Faster than the defaults, so that a test does not wait.
@@ -83,12 +93,12 @@ def engine_sigstop(stops: int, clients: int = 4) -> dict[str, Any]:
         }
 
 
-def endless_work(kind: str, front_ends: int = 1) -> dict[str, Any]:
+def endless_work(kind: str) -> dict[str, Any]:
     """Give the engine work that does not stop: ``deaf`` to its cancellation, or ``frozen``."""
     with tempfile.TemporaryDirectory() as directory:
         switch = Path(directory) / "endless"
         switch.touch()
-        flags = (*EAGER, "--threads", "1", "--front-ends", str(front_ends))
+        flags = (*EAGER, "--threads", "1", "--front-ends", "1")
         with (
             ServerProcess(*flags, **injected(f"{kind}={switch}")) as server,
             warpfit.connect(server.address) as client,
@@ -113,48 +123,37 @@ def endless_work(kind: str, front_ends: int = 1) -> dict[str, Any]:
     }
 
 
-def supervisor_sigkill(kills: int, clients: int = 4, front_ends: int = 1) -> dict[str, Any]:
+def supervisor_sigkill(kills: int, clients: int = 4) -> dict[str, Any]:
     """Kill the server, start another one on the port: the clients upload by themselves."""
-    flags = ("--port", str(free_port()), "--front-ends", str(front_ends))
-    server = ServerProcess(*flags)
+    with Fleet(1, "--front-ends", "1") as fleet, Load(fleet.address, clients) as load:
 
-    def replace() -> None:
-        nonlocal server
-        server.kill()
-        server.stop()
-        server = ServerProcess(*flags)
+        def fault() -> None:
+            fleet.kill(0)
+            fleet.replace(0)
 
-    try:
-        with Load(server.address, clients) as load:
-            gaps = load.gaps_after(replace, kills)
-    finally:
-        server.stop()
+        gaps = load.gaps_after(fault, kills)
     return {"kills": kills, **figures(load), **spread("seconds_without_answers", gaps)}
 
 
 def sigterm(stops: int, clients: int = 8, front_ends: int = 1) -> dict[str, Any]:
     """Stop the server in an orderly way under load, start another: no call fails."""
-    words = f"--port {free_port()} --front-ends {front_ends} --health-port 0 --notice 0.3"
-    flags = words.split()
+    flags = f"--front-ends {front_ends} --health-port 0 --notice 0.3".split()
     seconds, unready_first = [], True
-    server = ServerProcess(*flags)
-    try:
-        with Load(server.address, clients) as load:
-            for _ in range(stops):
-                load.wait_for_answers(3)
-                health.wait_for(server.facts["health"], "SERVING")
-                started = time.monotonic()
-                server.process.terminate()
-                health.wait_for(server.facts["health"], "NOT_SERVING")
-                before = load.right
-                time.sleep(0.1)
-                unready_first &= load.right > before  # not ready, and still answering
-                assert server.stop() == 0
-                seconds.append(time.monotonic() - started)
-                server = ServerProcess(*flags)
-                load.wait_for_answers(3)
-    finally:
-        server.stop()
+    with Fleet(1, *flags) as fleet, Load(fleet.address, clients) as load:
+        for _ in range(stops):
+            load.wait_for_answers(3)
+            (server,) = fleet.servers
+            health.wait_for(server.facts["health"], "SERVING")
+            started = time.monotonic()
+            server.process.terminate()
+            health.wait_for(server.facts["health"], "NOT_SERVING")
+            before = load.right
+            time.sleep(0.1)
+            unready_first &= load.right > before  # not ready, and still answering
+            assert server.stop() == 0
+            seconds.append(time.monotonic() - started)
+            fleet.replace(0)
+            load.wait_for_answers(3)
     return {
         "stops": stops,
         "answers_while_unready": unready_first,
@@ -265,3 +264,199 @@ def spread(name: str, seconds: list[float]) -> dict[str, float]:
     ordered = sorted(seconds)
     median = ordered[len(ordered) // 2]
     return {f"{name}_median": round(median, 3), f"{name}_max": round(ordered[-1], 3)}
+
+
+# ---------------------------------------------------------------------------------- several servers
+
+
+class Fleet:
+    """Servers, by default with one thread each, which keep their ports when they are replaced."""
+
+    def __init__(self, count: int = 3, *flags: str) -> None:
+        own = flags or ("--threads", "1")
+        self._flags = [(*own, "--port", str(free_port())) for _ in range(count)]
+        self.servers = [ServerProcess(*flags) for flags in self._flags]
+        self.address = ",".join(server.address for server in self.servers)
+        self.size = count
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with ExitStack() as stack:
+            for server in self.servers:
+                stack.callback(server.stop)
+
+    def kill(self, index: int) -> None:
+        """SIGKILL a server with all of its processes."""
+        self.servers[index].kill()
+        self.servers[index].stop()
+
+    @contextmanager
+    def frozen(self, index: int) -> Iterator[None]:
+        """SIGSTOP all processes of a server for the time of the block."""
+        family = self.servers[index].family().values()
+        for process in family:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in family:
+                process.send_signal(signal.SIGCONT)
+
+    def replace(self, index: int) -> None:
+        """Stop a server in an orderly way, if it runs, and start another one at its port."""
+        self.servers[index].stop()
+        self.servers[index] = ServerProcess(*self._flags[index])
+
+
+def under_load(
+    cluster: Any,
+    counted: str,
+    times: int,
+    fault: Callable[[int], object],
+    repair: Callable[[int], object] = lambda number: None,
+) -> dict[str, Any]:
+    """Provoke a fault of some servers under load, and repair it; each client's longest gap.
+
+    ``counted`` is the name of the number of times; fault and repair get which of the servers it is.
+    """
+    gaps, clients = [], 6
+    with Load(cluster.address, clients) as load:
+        for number in range(times):
+            load.wait_for_answers(10)
+            began = time.monotonic()
+            fault(number % cluster.size)
+            load.wait_for_answers(10)
+            gaps.append(max(load.gaps(began, time.monotonic())))
+            repair(number % cluster.size)
+        load.wait_for_answers(10)
+    seen = {**figures(load), **spread("client_gap_seconds", gaps)}
+    return {counted: times, "clients": clients, **seen}
+
+
+def lost_servers(kills: int) -> dict[str, Any]:
+    """SIGKILL one server after the other, and start each again."""
+    with Fleet() as fleet:
+        return under_load(fleet, "kills", kills, fleet.kill, fleet.replace)
+
+
+def frozen_servers(stops: int) -> dict[str, Any]:
+    """SIGSTOP one server after the other, for longer than clients wait for a sign of life."""
+    with Fleet() as fleet, ExitStack() as held:
+
+        def stop(index: int) -> None:
+            held.enter_context(fleet.frozen(index))
+            time.sleep(5.0)
+
+        return under_load(fleet, "stops", stops, stop, lambda index: held.close())
+
+
+def rolling_restart(rounds: int) -> dict[str, Any]:
+    with Fleet() as fleet:
+        return under_load(fleet, "restarts", 3 * rounds, fleet.replace)
+
+
+# ------------------------------------------------------- clients that are killed while they upload
+
+#: The server's private memory may be that much larger afterwards: its allocator keeps some.
+GROWTH_BYTES = 8 << 20
+#: What must be as it was.
+_COUNTS = ("shared_bytes", "descriptors")
+
+
+def killed_uploads(kills: int, *, together: int = 50) -> dict[str, Any]:
+    """Kill clients with SIGKILL while they upload; return what the server held before and after.
+
+    Of ``kills`` clients, each with a connection, those ``together`` in a process end at once.
+    """
+    with (
+        ServerProcess("--front-ends", "1", "--threads", "1") as server,
+        warpfit.connect(server.address) as client,
+    ):
+        client.evaluate(client.upload(np.ones((10, 2))), ["x1"])
+        start = held(server)
+        for _ in range(max(1, kills // together // 2)):  # until allocators keep what they will keep
+            _kill(server, together)
+        before = _settled(server, start)
+        seen = [_kill(server, together) for _ in range(kills // together)]
+        after = _settled(server, before)
+        works = client.evaluate(client.upload(np.ones((20, 2))), ["x1 + x2"])
+    return {
+        "killed": together * len(seen),
+        "processes": len(seen),
+        "least_shared_bytes_when_they_were_killed": min(one["shared_bytes"] for one in seen),
+        "before": before,
+        "after": after,
+        "answers_afterwards": bool((works == 2).all()),
+    }
+
+
+def is_clean(seen: dict[str, Any]) -> bool:
+    """Tell whether everything went back to where it was, and whether there was something to go."""
+    before, after = seen["before"], seen["after"]
+    grown = after["private_bytes"] - before["private_bytes"]
+    return (
+        all(after[name] <= before[name] for name in _COUNTS)
+        and grown < GROWTH_BYTES
+        and seen["least_shared_bytes_when_they_were_killed"] > before["shared_bytes"]
+        and seen["answers_afterwards"]
+    )
+
+
+def held(server: ServerProcess) -> dict[str, int]:
+    """What main process and front ends hold: shared memory, descriptors, private memory."""
+    return {
+        "shared_bytes": server.shared_memory(),
+        "descriptors": server.descriptors(),
+        "private_bytes": sum(private_bytes(one.pid) for one in server.front_ends()),
+    }
+
+
+def _settled(server: ServerProcess, before: dict[str, int], seconds: float = 20) -> dict[str, int]:
+    """What the server holds once it has no more than before, or after some time."""
+    deadline = time.monotonic() + seconds
+    now = held(server)
+    while any(now[x] > before[x] for x in _COUNTS) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        now = held(server)
+    return now
+
+
+def _kill(server: ServerProcess, count: int) -> dict[str, int]:
+    """Let a process upload as so many clients, kill it; what the server held at that moment."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_upload, args=(server.address, count, theirs))
+    process.start()
+    ours.recv()
+    seen = held(server)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    return seen
+
+
+def _upload(address: str, count: int, under_way: Any) -> None:
+    """Process: begin uploads, say that all of them are under way, and wait to be killed."""
+    begun = threading.Semaphore(0)
+    calls = []
+    for number in range(count):
+        channel = grpc.insecure_channel(address, OWN_CONNECTION)
+        method = channel.stream_unary(SERVICE + "UploadVariables")
+        table = np.full((50_000, 4), number, np.float32)
+        calls.append(method.future(_half_of_an_upload(Dataset.of(table), begun)))
+    for _ in range(count):
+        assert begun.acquire(timeout=60)
+    time.sleep(0.3)  # until what was sent has arrived
+    assert not any(call.done() for call in calls)
+    under_way.send(None)
+    signal.pause()
+
+
+def _half_of_an_upload(ones: Dataset, begun: threading.Semaphore) -> Iterator[bytes]:
+    """Send a half, say that all of it was taken, and wait; nobody checks the id before the end."""
+    dataset = Dataset.resident(ones.layout, ones.matrix, os.urandom(32))
+    yield from itertools.islice(codec.upload_messages(dataset, dataset.layout.nbytes // 4), 3)
+    begun.release()  # it is asked for more
+    threading.Event().wait()

@@ -44,9 +44,7 @@ FLAGS = (
     *("--max-pending-bytes", "32MiB", "--max-requests", "24"),
 )
 _ODD = [0.0, -0.0, 1.0, -1.0, 0.5, 3.0, 1e300, -1e300, 5e-324, np.nan, np.inf, -np.inf, 2.0**53]
-_UNARY = [op.code for op in OPERATORS.values() if op.arity == 1]
-_BINARY = [op.code for op in OPERATORS.values() if op.arity == 2]
-_TERNARY = [op.code for op in OPERATORS.values() if op.arity == 3]
+_BY_ARITY = {n: [op.code for op in OPERATORS.values() if op.arity == n] for n in (1, 2, 3)}
 _WISHES = (
     *("values", "gradient", "jacobian", "variable_gradient", "reductions"),
     *("linear_scaling", "correlation"),
@@ -93,7 +91,6 @@ class Fuzzer:
         self._random = random.Random(seed)
 
     def requests(self) -> Iterator[Request]:
-        """Yield requests without end."""
         makers: list[tuple[int, Callable[[], Request]]] = [
             (40, self._structured),
             (25, self._mutated),
@@ -112,29 +109,21 @@ class Fuzzer:
     def _structured(self) -> Request:
         message = self._evaluation()
         if self._random.random() < 0.75:
-            return self._request("Evaluate", [message.SerializeToString()])
+            return self._request("Evaluate", message.SerializeToString())
         fit = pb.OptimizeRequest(
             problem=message,
             method=self._pick([0, 0, 0, 1, 1, 1, 2, 2, 2, 99]),
             max_iterations=self._pick([0, 1, 2, 5, 2**32 - 1] if self._rarely() else [0, 1, 3, 5]),
-            all_starts=self._rarely(),
-            standard_errors=self._rarely(),
-            covariance=self._rarely(),
-            partial=self._rarely(),
-            progress=self._rarely(),
         )
         count = sum(np.frombuffer(message.programs.parameter_counts[:400], "<u4").tolist()[:50])
         count = min(count, 200) + self._pick([0, 0, 0, 1])
-        for name in ("lower", "upper"):
-            if self._rarely():
-                bounds = [self._number() for _ in range(count)]
-                setattr(fit, name, np.array(bounds, "<f8").tobytes())
-        if self._rarely():
-            fit.fixed = self._random.randbytes(count)
-        for name in ("gradient_tolerance", "step_tolerance", "loss_tolerance"):
-            if self._rarely():
-                setattr(fit, name, self._number())
-        return self._request("Optimize", [fit.SerializeToString()])
+        self._change(fit, [True], "all_starts", "standard_errors", "covariance", "partial")
+        self._change(fit, [True], "progress")
+        self._change(fit, [self._numbers(count)], "lower", "upper")
+        self._change(fit, [self._random.randbytes(count)], "fixed")
+        tolerances = ("gradient_tolerance", "step_tolerance", "loss_tolerance")
+        self._change(fit, [self._number()], *tolerances)
+        return self._request("Optimize", fit.SerializeToString())
 
     def _search(self) -> Request:
         """Make a search that ends soon, if it is right."""
@@ -150,10 +139,15 @@ class Fuzzer:
             loss=self._pick([0, 1, 2, 3, 4, 5, 6, 7]),
             form=self._pick([0, 0, 1, 9]),
             seed=self._random.randrange(2**64),
-            no_pairs=self._rarely(),
         )
-        if self._rarely():
-            message.max_seconds = self._pick([0.0, -1.0, 0.01, np.nan, np.inf])
+        self._change(message, [True], "no_pairs")
+        self._change(message, [0.0, -1.0, 0.01, np.nan, np.inf], "max_seconds")
+        self._change(message, [0, 1, 3], "fit_iterations", "target_loss")
+        self._change(message, [0, 1, 2, 9], "group")
+        self._change(message.rules, odd, "max_size", "max_depth")
+        self._change(message.units, [self._numbers(14)], "variables")
+        self._change(message.units, [bytes(0), bytes(7), self._numbers(7)], "target")
+        self._change(message.units, [True], "dimensionless_constants")
         for name in self._random.sample(names, self._pick([0, 0, 1, 3, 8])):
             message.operators[name] = self._number()
         for field in (message.rules.complexities, message.rules.counts):
@@ -164,60 +158,41 @@ class Fuzzer:
         if self._rarely():
             message.rules.nesting.add(outer=self._pick(names), inner="sin", most=self._pick(odd))
         if self._rarely():
-            message.rules.max_size, message.rules.max_depth = self._pick(odd), self._pick(odd)
-        if self._rarely():
             message.variables.extend(self._pick([[0], [1, 0], [0, 0], [7], [2**32 - 1]]))
         if self._rarely():
-            message.units.variables = np.array([self._number() for _ in range(14)]).tobytes()
-            message.units.target = self._random.randbytes(self._pick([0, 7, 56]))
-            message.units.dimensionless_constants = self._rarely()
+            message.increasing.extend(self._pick([[0], [1, 1], [2**32 - 1]]))
         if self._rarely():
             message.guesses.CopyFrom(self._programs())
         if self._rarely():
-            codes, values = self._program(4, 2)
-            message.template.codes = bytes(codes)
-            message.template.values = np.array(values, "<f8").tobytes()
+            message.template.codes, message.template.values = self._program(4, 2)
             message.template.arities.extend(self._pick([[], [1], [2, 1], [0], [9, 2**32 - 1]]))
             message.template.fitted = self._pick([0, 1, 2, 9])
         if self._rarely():
             codes, values = self._program(4, 2)
-            given = np.array(values, "<f8").tobytes()
-            message.definitions.add(name=self._pick(names), codes=bytes(codes), values=given)
-        if self._rarely():
-            message.increasing.extend(self._pick([[0], [1, 1], [2**32 - 1]]))
-        if self._rarely():
-            message.group = self._pick([0, 1, 2, 9])
-        for name in ("fit_iterations", "target_loss"):
-            if self._rarely():
-                setattr(message, name, self._pick([0, 1, 3]))
-        return self._request("Search", [message.SerializeToString()])
+            message.definitions.add(name=self._pick(names), codes=codes, values=values)
+        return self._request("Search", message.SerializeToString())
 
     def _mutated(self) -> Request:
         kinds = [self._structured, self._structured, self._upload, self._small, self._search]
         base = self._pick(kinds)()
         messages = list(base.messages)
-        at = self._random.randrange(len(messages)) if messages else 0
         if messages:
+            at = self._random.randrange(len(messages))
             messages[at] = self._mutate(messages[at])
-        return self._request(base.method, messages)
+        return self._request(base.method, *messages)
 
     def _garbage(self) -> Request:
         method = self._pick(list(METHODS))
         count = self._random.randrange(4) if METHODS[method][0] else 1
         sizes = [self._pick([0, 1, 2, 7, 40, 300, 3000]) for _ in range(count)]
-        return self._request(method, [self._random.randbytes(size) for size in sizes])
+        return self._request(method, *map(self._random.randbytes, sizes))
 
     def _upload(self) -> Request:
         dataset = self._pick(DATASETS)
         if self._random.random() < 0.3:
-            rows = self._random.randrange(1, 300)
-            matrix = np.full((rows, self._random.randrange(1, 4)), self._random.random())
-            dataset = Dataset.of(matrix, dtype="float32")
-        messages = [
-            message if isinstance(message, bytes) else message.SerializeToString()
-            for message in codec.upload_messages(dataset, self._pick([1, 16, 64, 4096]))
-        ]
-        messages = messages[:60]
+            shape = self._random.randrange(1, 300), self._random.randrange(1, 4)
+            dataset = Dataset.of(np.full(shape, self._random.random()), dtype="float32")
+        messages = [*codec.upload_messages(dataset, self._pick([1, 16, 64, 4096]))][:60]
         if self._random.random() < 0.5:
             header = pb.UploadVariablesRequest.FromString(messages[0])
             self._break_header(header.header)
@@ -226,14 +201,12 @@ class Fuzzer:
             self._random.shuffle(messages)
         if self._random.random() < 0.3:
             messages = messages[: self._random.randrange(len(messages) + 1)]
-        return self._request("UploadVariables", messages)
+        return self._request("UploadVariables", *messages)
 
     def _small(self) -> Request:
         method = self._pick(["GetVariables", "ReleaseVariables", "GetServerInfo"])
-        request = b"" if method == "GetServerInfo" else None
-        if request is None:
-            request = pb.GetVariablesRequest(content_id=self._content_id()).SerializeToString()
-        return self._request(method, [request])
+        about = pb.GetVariablesRequest(content_id=self._content_id()).SerializeToString()
+        return self._request(method, b"" if method == "GetServerInfo" else about)
 
     def _open(self) -> OpenCall:
         dataset, moves, messages = self._pick(DATASETS), [], []
@@ -248,7 +221,7 @@ class Fuzzer:
         if last == "cancel":
             moves.append(self._random.uniform(0, 0.005))  # the answer may be on its way then
         width = self._pick([2, 2, 4, 4, 10, 10, 30, 140]) if self._random.random() < 0.02 else 1
-        timeout = self._request("", []).timeout
+        timeout = self._request("").timeout
         timeout = timeout if timeout < 1 else PATIENCE
         return OpenCall(OpenCall.NAME, messages, timeout, dataset, [*moves, last], width)
 
@@ -257,6 +230,7 @@ class Fuzzer:
         kind = self._random.random()
         if kind < 0.03:
             return self._random.randbytes(self._pick([0, 1, 7, 300]))
+        message = self._evaluation()
         if kind < 0.9:
             programs = pb.Programs(
                 codes=bytes([1, 3, OPERATORS["add"].code]),
@@ -266,17 +240,15 @@ class Fuzzer:
             )
             loss = self._pick([1, 2, 3, 4]) if dataset.layout.has_target else 0
             message = pb.EvaluateRequest(programs=programs, loss=loss, values=not loss)
-        else:
-            message = self._evaluation()
         message.content_id = dataset.content_id
         sent = message.SerializeToString()
         return self._mutate(sent) if kind > 0.97 else sent
 
     # ------------------------------------------------------------------------- their parts
 
-    def _request(self, method: str, messages: list[bytes]) -> Request:
+    def _request(self, method: str, *messages: bytes) -> Request:
         hurried = self._random.random() < 0.02
-        return Request(method, messages, self._random.uniform(0.001, 0.05) if hurried else 5.0)
+        return Request(method, [*messages], self._random.uniform(0.001, 0.05) if hurried else 5.0)
 
     def _evaluation(self) -> pb.EvaluateRequest:
         message = pb.EvaluateRequest(
@@ -294,63 +266,58 @@ class Fuzzer:
                     setattr(message, wish, False)
         if self._random.random() < 0.03:
             setattr(message, self._pick(["precision", "loss", "tier"]), self._pick([3, 7, 99]))
+        rows = [0, 1, 3, 7, 49, 50, 51, 2**63, 2**64 - 1]
+        self._change(message.rows, rows, "start", "stop")
         if self._rarely():
-            numbers = [0, 1, 3, 7, 49, 50, 51, 2**63, 2**64 - 1]
-            message.rows.start, message.rows.stop = self._pick(numbers), self._pick(numbers)
-        if self._rarely():
-            codes, values = self._program(3, 0)
-            message.loss_function.codes = bytes(codes)
-            message.loss_function.values = np.array(values, "<f8").tobytes()
-            message.loss_function.closing = self._pick([0, 1, 2, 3, 4, 9])
+            function = message.loss_function
+            function.codes, function.values = self._program(3, 0)
+            function.closing = self._pick([0, 1, 2, 3, 4, 9])
         return message
 
     def _programs(self) -> pb.Programs:
-        count = self._pick([1, 1, 2, 5, 20, 0 if self._rarely() else 3])
         vectors = self._pick([0, 1, 1, 2, 5])
-        codes: list[int] = []
-        values: list[float] = []
-        lengths, counts, parameters = [], [], []
-        for _ in range(count):
+        codes, values, parameters = b"", b"", b""
+        lengths, counts = [], []
+        for _ in range(self._pick([1, 1, 2, 5, 20, 0 if self._rarely() else 3])):
             n = self._random.randrange(4)
-            program = self._program(2, n)
-            codes += program[0]
-            values += program[1]
-            lengths.append(len(program[0]))
+            own, its_values = self._program(2, n)
+            codes, values = codes + own, values + its_values
+            lengths.append(len(own))
             counts.append(n)
-            parameters += [self._number() for _ in range(n * max(1, vectors))]
+            parameters += self._numbers(n * max(1, vectors))
         if self._rarely() and codes:
-            codes[self._random.randrange(len(codes))] = self._random.randrange(256)
+            at = self._random.randrange(len(codes))
+            codes = codes[:at] + self._random.randbytes(1) + codes[at + 1 :]
         for numbers in (lengths, counts):
             if self._random.random() < 0.05 and numbers:
                 at = self._random.randrange(len(numbers))
                 numbers[at] = self._pick([0, 1, numbers[at] + 1, 2**31, 2**32 - 1])
         return pb.Programs(
-            codes=bytes(codes),
-            values=np.array(values, "<f8").tobytes(),
+            codes=codes,
+            values=values,
             lengths=np.array(lengths, "<u4").tobytes(),
             parameter_counts=np.array(counts, "<u4").tobytes(),
-            parameters=np.array(parameters, "<f8").tobytes(),
+            parameters=parameters,
             vectors=vectors if self._random.random() < 0.97 else self._pick([3, 51, 2**32 - 1]),
         )
 
-    def _program(self, variables: int, parameters: int) -> tuple[list[int], list[float]]:
-        """Make a postfix program, now and then with an index that is out of range."""
+    def _program(self, variables: int, parameters: int) -> tuple[bytes, bytes]:
+        """Make codes and values of a postfix program, now and then with an index out of range."""
         codes: list[int] = []
         values: list[float] = []
         depth, tokens = 0, self._pick([1, 3, 8, 20, 60])
         while len(codes) < tokens or depth > 1:
             arity = self._random.randrange(4) if len(codes) < tokens else min(depth, 3)
             if arity > depth or arity == 0:
-                kind = self._random.choice([1, 1, 2, 3] if parameters else [1, 1, 3])
-                codes.append(kind)
-                limit = {1: variables, 2: parameters}.get(kind)
+                codes.append(self._pick([1, 1, 2, 3] if parameters else [1, 1, 3]))
+                limit = {1: variables, 2: parameters}.get(codes[-1])
                 values.append(self._number() if limit is None else self._index(limit))
                 depth += 1
             else:
-                codes.append(self._pick({1: _UNARY, 2: _BINARY, 3: _TERNARY}[arity]))
+                codes.append(self._pick(_BY_ARITY[arity]))
                 values.append(0.0)
                 depth -= arity - 1
-        return codes, values
+        return bytes(codes), np.array(values, "<f8").tobytes()
 
     def _index(self, limit: int) -> float:
         return float(self._random.randrange(limit)) if self._random.random() < 0.995 else limit
@@ -358,44 +325,44 @@ class Fuzzer:
     def _number(self) -> float:
         return self._pick(_ODD) if self._random.random() < 0.3 else self._random.gauss(0, 3)
 
+    def _numbers(self, count: int) -> bytes:
+        return np.array([self._number() for _ in range(count)], "<f8").tobytes()
+
     def _content_id(self) -> bytes:
         if self._random.random() < 0.03:
             return self._random.randbytes(self._pick([0, 1, 31, 32, 33]))
         return self._pick(DATASETS).content_id
 
     def _break_header(self, header: pb.UploadHeader) -> None:
-        kind = self._random.randrange(6)
+        layout, kind = header.layout, self._random.randrange(6)
         if kind == 0:
             header.content_id = self._random.randbytes(self._pick([0, 31, 32]))
         elif kind == 1:
-            header.layout.rows = self._pick([0, 1, 2**40, 2**63, 2**64 - 1])
+            layout.rows = self._pick([0, 1, 2**40, 2**63, 2**64 - 1])
         elif kind == 2:
-            header.layout.variables = self._pick([0, 1, 2**40, 2**64 - 1])
+            layout.variables = self._pick([0, 1, 2**40, 2**64 - 1])
         elif kind == 3:
-            header.layout.dtype = self._pick([0, 1, 2, 3, 77])
+            layout.dtype = self._pick([0, 1, 2, 3, 77])
         elif kind == 4:
-            header.layout.names.extend(self._pick([["a"], ["a", "a"], ["", "x1"], ["é" * 50]]))
+            layout.names.extend(self._pick([["a"], ["a", "a"], ["", "x1"], ["é" * 50]]))
         else:
-            header.layout.has_target = not header.layout.has_target
-            header.layout.has_weights = self._rarely()
+            layout.has_target, layout.has_weights = not layout.has_target, self._rarely()
 
     def _mutate(self, message: bytes) -> bytes:
         data = bytearray(message)
-        for _ in range(self._pick([1, 1, 2, 8])):
-            if not data:
-                break
-            at = self._random.randrange(len(data))
+        for _ in range(self._pick([1, 1, 2, 8]) if data else 0):
+            at, width = self._random.randrange(max(1, len(data))), self._random.randrange(1, 40)
             kind = self._random.randrange(5)
-            if kind == 0:
+            if kind == 0 and data:
                 data[at] ^= 1 << self._random.randrange(8)
             elif kind == 1:
-                data[at] = self._random.randrange(256)
+                data[at : at + 1] = self._random.randbytes(1)
             elif kind == 2:
                 del data[at:]
             elif kind == 3:
-                del data[at : at + self._random.randrange(1, 9)]
+                del data[at : at + width // 4]
             else:
-                data[at:at] = data[at : at + self._random.randrange(1, 40)]
+                data[at:at] = data[at : at + width]
         return bytes(data)
 
     def _pick(self, choices: list[Any]) -> Any:
@@ -403,6 +370,12 @@ class Fuzzer:
 
     def _rarely(self) -> bool:
         return self._random.random() < 0.1
+
+    def _change(self, message: Any, values: list[Any], *names: str) -> None:
+        """Give some of a message's fields one of the values."""
+        for name in names:
+            if self._rarely():
+                setattr(message, name, self._pick(values))
 
 
 #: What may come back. UNAVAILABLE would be a crash, INTERNAL and UNKNOWN a bug.
@@ -457,7 +430,6 @@ class _Kept:
         return False
 
     def move(self, move: str | float, messages: Iterator[bytes]) -> None:
-        """Do what a move says."""
         if move == "send":
             self.sent.put(next(messages))
         elif move == "read":

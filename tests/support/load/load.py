@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 import warpfit
-from warpfit.client import UploadedDataset
+from support.load.processes import in_threads
+from support.servers.server import eventually
 
 ROWS = 500
 #: Seconds between the calls of a client, which leave the cores to the servers.
@@ -48,24 +50,16 @@ class Load:
         self._retry = warpfit.RetryPolicy(total_seconds=retry_seconds, maximum_backoff=0.2)
         self._stop = threading.Event()
         self.tallies = [Tally() for _ in range(clients)]
-        self._threads = [
-            threading.Thread(target=self._run, args=(number, tally))
-            for number, tally in enumerate(self.tallies)
-        ]
+        self._running = ExitStack()
 
     def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        deadline = time.monotonic() + 60
-        while not all(tally.right or tally.failures for tally in self.tallies):
-            assert time.monotonic() < deadline, "the clients do not start"
-            time.sleep(0.01)
+        self._running.enter_context(in_threads(self._run, range(len(self.tallies))))
+        eventually(lambda: all(tally.right or tally.failures for tally in self.tallies), 60)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
-        for thread in self._threads:
-            thread.join()
+        self._running.close()
 
     @property
     def right(self) -> int:
@@ -117,36 +111,26 @@ class Load:
             assert time.monotonic() < deadline, f"no answers; failures: {self.failures[:3]}"
             time.sleep(0.01)
 
-    def _run(self, number: int, tally: Tally) -> None:
+    def _run(self, number: int) -> None:
+        tally, factor = self.tallies[number], number * 1e6
         X = np.random.default_rng(number).normal(size=(ROWS, 3))
         policy, transport = self._retry, OwnConnection()
         with warpfit.connect(self._address, retry=policy, transport=transport) as client:
             data = client.upload(X, X[:, 0], dtype="float64")
-            turn = number * 1_000_000
             while not self._stop.is_set():
-                turn += 1
-                self._call(client, data, X, float(turn), tally)
+                factor += 1.0
+                started, parameters = time.monotonic(), [[factor]] * 2
+                try:
+                    got = client.evaluate(data, ["p1*x1 + x2", "x3 - p1"], parameters)
+                except Exception as error:  # whatever a caller would see
+                    tally.failures.append(repr(error))
+                    time.sleep(0.05)
+                    continue
+                expected = np.stack([factor * X[:, 0] + X[:, 1], X[:, 2] - factor], axis=1)
+                if np.array_equal(got, expected):
+                    tally.right += 1
+                    tally.moments.append(time.monotonic())
+                else:
+                    tally.wrong += 1
+                tally.longest = max(tally.longest, time.monotonic() - started)
                 time.sleep(_PAUSE)
-
-    def _call(
-        self,
-        client: warpfit.Client,
-        data: UploadedDataset,
-        X: np.ndarray,
-        factor: float,
-        tally: Tally,
-    ) -> None:
-        started = time.monotonic()
-        try:
-            got = client.evaluate(data, ["p1*x1 + x2", "x3 - p1"], parameters=[[factor]] * 2)
-        except Exception as error:  # whatever a caller would see
-            tally.failures.append(repr(error))
-            time.sleep(0.05)
-            return
-        expected = np.stack([factor * X[:, 0] + X[:, 1], X[:, 2] - factor], axis=1)
-        if np.array_equal(got, expected):
-            tally.right += 1
-            tally.moments.append(time.monotonic())
-        else:
-            tally.wrong += 1
-        tally.longest = max(tally.longest, time.monotonic() - started)

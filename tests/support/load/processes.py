@@ -1,13 +1,29 @@
-"""Processes of callers, each with a pipe for its orders."""
+"""Threads and processes that call at the same time."""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 _CONTEXT = multiprocessing.get_context("spawn")
+
+
+@contextmanager
+def in_threads(
+    work: Callable[[Any], object], given: Iterable[Any]
+) -> Iterator[list[threading.Thread]]:
+    """Run a function of each thing that is given in a thread; the block waits for their end."""
+    threads = [threading.Thread(target=work, args=(each,)) for each in given]
+    for thread in threads:
+        thread.start()
+    try:
+        yield threads
+    finally:
+        for thread in threads:
+            thread.join()
 
 
 class Processes:

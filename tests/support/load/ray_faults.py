@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
+from contextlib import suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +19,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 import warpfit.ray
-from support.load.several import under_load
+from support.load.faults import under_load
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "client" / "examples" / "islands_on_ray.py"
 _NODE = {"num_cpus": 2, "object_store_memory": 80_000_000}
@@ -53,13 +54,16 @@ class RayCluster:
         self._cluster.shutdown()
 
     def servers(self) -> list[psutil.Process]:
-        """The main processes of all servers."""
         return [server for actor in self.workers("_ServerActor") for server in actor.children()]
 
     def workers(self, task: str) -> list[psutil.Process]:
         """The processes that run a task or are an actor."""
         title = f"ray::{task}"
-        return [p for p in _descendants(os.getpid()) if " ".join(_command(p)).startswith(title)]
+        found = []
+        for process in _descendants(os.getpid()):
+            with suppress(psutil.Error):
+                found += [process] if " ".join(process.cmdline()).startswith(title) else []
+        return found
 
     def lose_node(self) -> None:
         """SIGKILL everything that runs on the node that was added last."""
@@ -70,7 +74,6 @@ class RayCluster:
         self._cluster.remove_node(node, allow_graceful=False)
 
     def add_node(self) -> None:
-        """Add a node in place of one that was lost."""
         self._nodes.append(self._cluster.add_node(wait=False, **_NODE))
 
     def wait_for_servers(self, count: int | None = None, timeout: float = 90.0) -> None:
@@ -103,7 +106,6 @@ def lost_nodes(kills: int) -> dict[str, Any]:
 
 
 def rolling_restart(rounds: int) -> dict[str, Any]:
-    """Restart one server after the other."""
     with RayCluster() as cluster:
         namespace = cluster.namespace
         return under_load(cluster, "faults", rounds, lambda _: warpfit.ray.restart(namespace))
@@ -165,15 +167,6 @@ def _descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
-
-
 def _kill(process: psutil.Process) -> None:
-    try:
+    with suppress(psutil.NoSuchProcess):
         process.send_signal(signal.SIGKILL)
-    except psutil.NoSuchProcess:
-        return

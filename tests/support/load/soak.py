@@ -10,9 +10,10 @@ import numpy as np
 import warpfit
 from support.load.faults import injected
 from support.load.load import OwnConnection
+from support.load.processes import in_threads
 from support.random_programs import thesis_mix
 from support.servers.server import ServerProcess
-from warpfit.cli.top import Scrape, scrape
+from warpfit.cli.top import scrape
 from warpfit.errors import DeadlineExceededError, WarpfitError
 
 #: Growth from which on a soak has failed.
@@ -34,28 +35,26 @@ def soak(
     counts: dict[str, int] = {}
     batches = [thesis_mix(seed, 300) for seed in range(2 if seconds < 60 else 12)]
     with ServerProcess(*flags, devices=devices, **environment) as server:
-        threads = [
-            threading.Thread(target=_client, args=(server.address, number, batches, stop, counts))
-            for number in range(clients)
-        ]
-        for thread in threads:
-            thread.start()
-        samples = _watch(server, seconds)
-        stop.set()
-        for thread in threads:
-            thread.join()
+
+        def client(number: int) -> None:
+            _client(server.address, number, batches, stop, counts)
+
+        samples, end = [], time.monotonic() + seconds
+        with in_threads(client, range(clients)):
+            while time.monotonic() < end:
+                samples.append(_sample(server))
+                time.sleep(min(2.0, max(0.1, seconds / 50)))
+            stop.set()
         time.sleep(1.0)  # further front ends send their figures twice a second
         page = scrape(server.facts["metrics"])
-    return {**judged(samples), "calls": dict(sorted(counts.items())), **_balance(page)}
-
-
-def _watch(server: ServerProcess, seconds: float) -> list[dict[str, float]]:
-    end = time.monotonic() + seconds
-    samples = []
-    while time.monotonic() < end:
-        samples.append(_sample(server))
-        time.sleep(min(2.0, max(0.1, seconds / 50)))
-    return samples
+    return {
+        **judged(samples),
+        "calls": dict(sorted(counts.items())),
+        "in_flight_at_the_end": page.total("warpfit_requests_in_flight"),
+        "engine_restarts": page.total("warpfit_engine_restarts_total"),
+        "evictions": page.total("warpfit_evictions_total"),
+        "internal_errors": page.total("warpfit_requests_total", status="INTERNAL"),
+    }
 
 
 def _sample(server: ServerProcess) -> dict[str, float]:
@@ -91,16 +90,6 @@ def judged(samples: list[dict[str, float]]) -> dict[str, Any]:
         "warm_and_end": ends,
         "growth": growth,
         "passed": passed,
-    }
-
-
-def _balance(page: Scrape) -> dict[str, float]:
-    """What must be back where it was once the load has ended."""
-    return {
-        "in_flight_at_the_end": page.total("warpfit_requests_in_flight"),
-        "engine_restarts": page.total("warpfit_engine_restarts_total"),
-        "evictions": page.total("warpfit_evictions_total"),
-        "internal_errors": page.total("warpfit_requests_total", status="INTERNAL"),
     }
 
 

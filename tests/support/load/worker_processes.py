@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache, partial
 from multiprocessing.connection import Connection
@@ -18,6 +19,7 @@ import psutil
 import warpfit
 from support.load.processes import Processes
 from support.random_programs import thesis_mix
+from support.servers.rpcs import OWN_CONNECTION, SERVICE
 from warpfit import codec
 from warpfit.calls.arguments import EvaluateOptions, build_evaluation
 from warpfit.errors import WarpfitError
@@ -25,7 +27,6 @@ from warpfit.ir import Batch, Program
 
 SEED: Final = 20261121
 VARIABLES: Final = 10
-EVALUATE: Final = "/warpfit.v1.Evaluator/Evaluate"
 #: Programs that fresh batches are drawn from.
 POOL: Final = 6_000
 #: Most programs of a call that are sent as lists.
@@ -78,12 +79,10 @@ def work(number: int, orders: Connection) -> None:
             return
         address, programs, rows, seconds, fresh = order
         with warpfit.connect(address) as client:
-            data = client.upload(*table(rows))
+            data, calls = client.upload(*table(rows)), int(seconds * PROGRAMS_A_SECOND / programs)
             if fresh == ENCODED:
-                calls = int(seconds * PROGRAMS_A_SECOND / programs)
                 send = encoded(address, data, pool, programs, calls)
             elif fresh is None:
-                calls = int(seconds * PROGRAMS_A_SECOND / programs)
                 send = drawn(client, data, pool, programs, calls)
             else:
                 send = partial(repeat, client, data, Pool(SEED, programs).batch)
@@ -141,8 +140,8 @@ def encoded(address: str, data: Any, pool: Pool, count: int, calls: int) -> Call
     asks = [build_evaluation(data, batch, None, None, asked)[0] for batch in batches]
     messages = [codec.evaluation_to_bytes(each) for each in asks]
     turns = itertools.cycle(zip([len(batch.codes) for batch in batches], messages, strict=True))
-    channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
-    method = channel.stream_stream(EVALUATE)
+    channel = grpc.insecure_channel(address, OWN_CONNECTION)
+    method = channel.stream_stream(SERVICE + "Evaluate")
     calls_of: list[tuple[SimpleQueue[bytes], Any]] = []
 
     def send() -> Answer:
@@ -175,8 +174,7 @@ def repeat(client: warpfit.Client, data: Any, batch: Batch) -> Answer:
 def call(send: Callable[[], Answer], seconds: float) -> dict[str, Any]:
     """Call until the time is up: moments and durations of all calls, and what went wrong."""
     tokens, failed, ended, walls = 0, 0, [], []
-    losses: set[bytes] = set()
-    devices: dict[str, int] = {}
+    losses, devices = set[bytes](), Counter[str]()
     started = time.perf_counter()
     while time.perf_counter() - started < seconds:
         before = time.perf_counter()
@@ -188,8 +186,7 @@ def call(send: Callable[[], Answer], seconds: float) -> dict[str, Any]:
         ended.append(time.time())
         walls.append(time.perf_counter() - before)
         tokens += answer.tokens
-        for device in answer.devices.split(","):
-            devices[device] = devices.get(device, 0) + 1
+        devices.update(answer.devices.split(","))
         losses.add(answer.losses)
     taken = time.perf_counter() - started
     found = {"tokens": tokens, "failed": failed, "ended": ended, "walls": walls, "taken": taken}
@@ -198,10 +195,7 @@ def call(send: Callable[[], Answer], seconds: float) -> dict[str, Any]:
 
 def throughput(results: list[dict[str, Any]], rows: int) -> dict[str, Any]:
     """Put together what workers have found that called at the same time."""
-    devices: dict[str, int] = {}
-    for result in results:
-        for device, count in result["devices"].items():
-            devices[device] = devices.get(device, 0) + count
+    devices: Counter[str] = sum((each["devices"] for each in results), Counter())
     return {
         "token_rows": sum(rows * each["tokens"] for each in results),
         "token_rows_per_second": sum(rows * each["tokens"] / each["taken"] for each in results),

@@ -46,8 +46,18 @@ def is_solution(found: str, true: str, names: Sequence[str], seconds: float = 60
 
 
 def _judge(sender: Any, found: str, true: str, names: tuple[str, ...]) -> None:
-    both = _expression(found, names), _expression(true, names)
-    sender.send(_is_close(*both) and _agree(*both))
+    """Compare numbers as they are rounded before, and after products are multiplied out.
+
+    Multiplied out, 0.6629870^2 * 1.1375223 is 0.5 and not 0.663^2 * 1.138; 1/3 is not 0.333.
+    """
+    own, law = _expression(found, names), _expression(true, names)
+    is_same = False
+    if _is_close(own, law):
+        exact = sympy.nsimplify(law, rational=True, tolerance=1e-12)
+        wanted = (_rounded(sympy.simplify(sympy.N(law))), exact)
+        forms = (_rounded(shape(own)) for shape in _SHAPES)
+        is_same = any(_solves(form, each) for form in forms for each in wanted)
+    sender.send(is_same)
 
 
 def _is_close(found: Any, true: Any) -> bool:
@@ -78,23 +88,12 @@ def _expression(text: str, names: tuple[str, ...]) -> Any:
     return expression.subs({s: known[s.name] for s in expression.free_symbols})
 
 
-def _agree(found: Any, true: Any) -> bool:
-    """Compare with numbers as they are rounded before, and after products are multiplied out.
-
-    Multiplied out, 0.6629870^2 * 1.1375223 is 0.5 and not 0.663^2 * 1.138.
-    """
-    return any(
-        _solves(_rounded(shape(found)), wanted)
-        for shape in _SHAPES
-        for wanted in (_rounded(sympy.simplify(sympy.N(true))), _exact(true))
-    )
-
-
-def _as_powers(expression: Any) -> Any:
-    return sympy.powsimp(sympy.powdenest(sympy.expand_log(sympy.expand(expression)), force=True))
-
-
-_SHAPES: Final = (lambda e: e, sympy.expand, sympy.simplify, _as_powers)
+_SHAPES: Final = (
+    lambda e: e,
+    sympy.expand,
+    sympy.simplify,
+    lambda e: sympy.powsimp(sympy.powdenest(sympy.expand_log(sympy.expand(e)), force=True)),
+)
 
 
 def _rounded(expression: Any) -> Any:
@@ -103,11 +102,6 @@ def _rounded(expression: Any) -> Any:
         n: sympy.Rational(str(round(float(n), _DECIMALS))) for n in expression.atoms(sympy.Float)
     }
     return expression.xreplace(numbers)
-
-
-def _exact(expression: Any) -> Any:
-    """Take the numbers as fractions: 1/3 is not 0.333."""
-    return sympy.nsimplify(expression, rational=True, tolerance=1e-12)
 
 
 def _solves(found: Any, true: Any) -> bool:

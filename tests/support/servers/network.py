@@ -13,7 +13,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -97,8 +96,6 @@ class Proxy:
         self.up = up or Spoil()
         self.down = down or Spoil()
         self.connections = 0
-        self.sent = 0
-        """Bytes that have come from clients."""
         self._sockets: list[socket.socket] = []
         self._swallowed: set[socket.socket] = set()
         self._swallows = False
@@ -114,7 +111,6 @@ class Proxy:
         self.cut()
 
     def cut(self) -> None:
-        """Close every connection."""
         for end in self._sockets:
             _reset(end)
 
@@ -136,40 +132,23 @@ class Proxy:
             self.connections += 1
             self._sockets += [client, server]
             self._swallowed.update([client, server] if self._swallows else [])
-            for source, sink, spoil, count in (
-                (client, server, self.up, self._count),
-                (server, client, self.down, lambda nbytes: None),
-            ):
-                sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                given = source, sink, spoil, count, self._swallowed
-                threading.Thread(target=_forward, args=given, daemon=True).start()
+            for given in ((client, server, self.up), (server, client, self.down)):
+                given[1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                threading.Thread(target=self._forward, args=given, daemon=True).start()
 
-    def _count(self, nbytes: int) -> None:
-        self.sent += nbytes
-
-
-def _forward(
-    source: socket.socket,
-    sink: socket.socket,
-    spoil: Spoil,
-    count: Callable[[int], None],
-    swallowed: set[socket.socket],
-) -> None:
-    left = spoil.cut_after
-    with contextlib.suppress(OSError):
-        while data := source.recv(spoil.piece):
-            count(len(data))
-            if left is not None and len(data) > left:
-                sink.sendall(data[:left])
-                break
-            left = None if left is None else left - len(data)
-            if source in swallowed:
-                continue
-            sink.sendall(data)
-            if spoil.pause:
-                time.sleep(spoil.pause)
-    _reset(source)
-    _reset(sink)
+    def _forward(self, source: socket.socket, sink: socket.socket, spoil: Spoil) -> None:
+        left = spoil.cut_after
+        with contextlib.suppress(OSError):
+            while data := source.recv(spoil.piece):
+                if left is not None and len(data) > left:
+                    sink.sendall(data[:left])
+                    break
+                left = None if left is None else left - len(data)
+                if source not in self._swallowed:
+                    sink.sendall(data)
+                    time.sleep(spoil.pause)
+        _reset(source)
+        _reset(sink)
 
 
 def _reset(end: socket.socket) -> None:
@@ -202,14 +181,12 @@ class RawConnection:
         self._token = token
         self._socket = socket.create_connection((host, int(port)), source_address=(source, 0))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sending = threading.Lock()
-        self._changed = threading.Condition()
-        self._initial = 65535
-        self._window = 65535
+        self._sending, self._changed = threading.Lock(), threading.Condition()
+        self._initial, self._window, self._next = 65535, 65535, 1
         self._windows: dict[int, int] = {}
-        self._ended: dict[int, float] = {}
-        self._next = 1
-        self._is_open = True
+        self._ended = set[int]()
+        self.is_open = True
+        """Whether the server has not closed the connection."""
         settings = b"" if reads else struct.pack(">HI", _INITIAL_WINDOW, 0)
         self._write(_PREFACE + _frame(_SETTINGS, 0, 0, settings))
         threading.Thread(target=self._read, daemon=True).start()
@@ -221,15 +198,9 @@ class RawConnection:
         self.close()
 
     def close(self) -> None:
-        """Close the connection."""
         with contextlib.suppress(OSError):  # the server may have closed it
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the server has not closed the connection."""
-        return self._is_open
 
     def begin(self, method: str, *extra: tuple[str, str]) -> int:
         """Begin a call of ``/service/method`` without a message; return its stream's number."""
@@ -255,19 +226,17 @@ class RawConnection:
 
     def begin_and_reset(self, method: str, count: int) -> None:
         """Begin a number of calls and take each back at once."""
-        block = self._header_block(method, ())
-        reset = struct.pack(">I", _CANCEL)
-        frames = []
+        block, frames = self._header_block(method, ()), b""
         for _ in range(count):
             stream = self._stream()
-            frames.append(_frame(_HEADERS, _END_HEADERS, stream, block))
-            frames.append(_frame(_RST_STREAM, 0, stream, reset))
-        self._write(b"".join(frames))
+            frames += _frame(_HEADERS, _END_HEADERS, stream, block)
+            frames += _frame(_RST_STREAM, 0, stream, struct.pack(">I", _CANCEL))
+        self._write(frames)
 
     def send(self, stream: int, data: bytes, timeout: float) -> int:
         """Send bytes of a call as far as the server lets them come; return how many."""
         deadline, sent = time.monotonic() + timeout, 0
-        while sent < len(data) and stream not in self._ended and self._is_open:
+        while sent < len(data) and not self._is_over(stream):
             size = self._reserve(stream, min(_BURST, len(data) - sent), deadline)
             if not size:
                 break
@@ -281,15 +250,15 @@ class RawConnection:
         return sent
 
     def finish(self, stream: int) -> None:
-        """Say that a call has no further messages."""
         self._write(_frame(_DATA, _END_STREAM, stream, b""))
 
     def has_ended(self, stream: int, timeout: float = 0.0) -> bool:
         """Tell whether the server ends a call within a time."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: stream in self._ended or not self._is_open, timeout
-            )
+            return self._changed.wait_for(lambda: self._is_over(stream), timeout)
+
+    def _is_over(self, stream: int) -> bool:
+        return stream in self._ended or not self.is_open
 
     def _write(self, frames: bytes) -> None:
         with self._sending:  # the thread that reads acknowledges what it reads
@@ -313,10 +282,8 @@ class RawConnection:
             return min(self._window, self._initial + self._windows[stream], size)
 
         with self._changed:
-            self._changed.wait_for(
-                lambda: room() > 0 or stream in self._ended or not self._is_open,
-                max(0.0, deadline - time.monotonic()),
-            )
+            left = max(0.0, deadline - time.monotonic())
+            self._changed.wait_for(lambda: room() > 0 or self._is_over(stream), left)
             found = max(0, room()) if stream not in self._ended else 0
             self._window -= found
             self._windows[stream] -= found
@@ -331,7 +298,7 @@ class RawConnection:
         except (OSError, ValueError):
             pass  # closed
         with self._changed:
-            self._is_open = False
+            self.is_open = False
             self._changed.notify_all()
 
     def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
@@ -351,7 +318,7 @@ class RawConnection:
                 else:
                     self._window += more
             elif kind == _RST_STREAM or (kind in (_HEADERS, _DATA) and flags & _END_STREAM):
-                self._ended.setdefault(stream, time.monotonic())
+                self._ended.add(stream)
             self._changed.notify_all()
 
 
@@ -361,12 +328,7 @@ def part_of_message(size: int, sent: int) -> bytes:
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    return (
-        struct.pack(">I", len(payload))[1:]
-        + bytes((kind, flags))
-        + struct.pack(">I", stream)
-        + payload
-    )
+    return len(payload).to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + payload
 
 
 #: Frames that a server must take without a call, 4,096 of each kind.

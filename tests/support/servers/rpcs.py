@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,9 +48,11 @@ def optimize_request(content_id: bytes) -> pb.OptimizeRequest:
     return pb.OptimizeRequest(problem=problem, max_iterations=3)
 
 
-def search_request(content_id: bytes) -> pb.SearchRequest:
-    """Ask for a short search."""
-    return pb.SearchRequest(content_id=content_id, max_generations=1, population=64)
+def search_request(content_id: bytes, **given: Any) -> pb.SearchRequest:
+    """Ask for a small search, of one generation unless it is told otherwise."""
+    budget = {} if given else {"max_generations": 1}
+    small = {"population": 64, "islands": 1, "no_pairs": True}
+    return pb.SearchRequest(content_id=content_id, **{**small, **budget, **given})
 
 
 #: Of each method: whether requests and answers are streams, and a request for a data set.
@@ -85,11 +88,22 @@ class Caller:
         answer = make(SERVICE + method)(request, timeout=timeout, metadata=self.metadata)
         return list(answer) if streams_out else [answer]
 
-    def refused(self, method: str, *arguments: Any) -> tuple[str, str, str]:
-        """Call a method that must fail; return status, reason and message."""
+    def begin(self, method: str, message: Any) -> Any:
+        """Begin a call, and wait for the first message of its answer; return gRPC's call."""
+        call = start(self.channel, _bytes(message), method, metadata=self.metadata, timeout=None)
+        next(call)
+        return call
+
+    def refusal(self, method: str, about: Any = DATA) -> tuple[str, pb.ErrorDetail]:
+        """Call a method that must fail about a data set, or with a message; return what it says."""
         with pytest.raises(grpc.RpcError) as caught:
-            self.call(method, *arguments)
-        return explained(caught.value)
+            self.call(method, about) if isinstance(about, Dataset) else self.send(method, about)
+        return caught.value.code().name, detail_of(caught.value)
+
+    def refused(self, method: str, about: Any = DATA) -> tuple[str, str, str]:
+        """Call a method that must fail, likewise; return status, reason and message."""
+        status, detail = self.refusal(method, about)
+        return status, detail.reason, detail.message
 
 
 def detail_of(error: Any) -> pb.ErrorDetail:
@@ -106,8 +120,17 @@ def explained(error: Any) -> tuple[str, str, str]:
 
 
 def bearer(token: str) -> tuple[tuple[str, str], ...]:
-    """Metadata with a token."""
     return (("authorization", f"Bearer {token}"),)
+
+
+def async_rows(address: str, **options: Any) -> int:
+    """Rows of values that the asyncio client gets for a table of 50."""
+
+    async def rows() -> int:
+        async with warpfit.connect_async(address, **options) as client:
+            return len(await client.evaluate(await client.upload(X), ["x1"]))
+
+    return asyncio.run(rows())
 
 
 def _bytes(message: Any) -> bytes:

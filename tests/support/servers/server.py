@@ -64,12 +64,9 @@ class ServerProcess:
 
     def engine(self, number: int = 0, timeout: float = 30.0) -> psutil.Process:
         """The process of an engine that runs now."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            if number in (found := self.engines()):
-                return found[number]
-            time.sleep(0.01)
-        raise TimeoutError("no engine process")
+        found: dict[int, psutil.Process] = {}
+        eventually(lambda: found.update(self.engines()) or number in found, timeout)
+        return found[number]
 
     def front_ends(self) -> list[psutil.Process]:
         """The front-end processes, in the order of their numbers."""
@@ -77,12 +74,16 @@ class ServerProcess:
         found = [child for child in children if runs(child, "warpfit_server.processes.front_end")]
         return sorted(found, key=lambda child: int(child.cmdline()[5]))
 
+    def connections(self, process: psutil.Process) -> int:
+        """Open connections of a front end to the server's port."""
+        port = int(self.address.rpartition(":")[2])
+        found = process.net_connections("tcp")
+        return sum(c.laddr.port == port and c.status == psutil.CONN_ESTABLISHED for c in found)
+
     def kill_engine(self, number: int = 0) -> None:
-        """SIGKILL an engine process."""
         self.engine(number).send_signal(signal.SIGKILL)
 
     def family(self) -> dict[str, psutil.Process]:
-        """Every process of the server."""
         further = {f"front end {number}": one for number, one in enumerate(self.front_ends(), 1)}
         main = psutil.Process(self.process.pid)
         engines = {f"engine {number}": one for number, one in self.engines().items()}

@@ -7,35 +7,39 @@ import math
 import os
 import pickle
 import re
+import shlex
 import subprocess
 import sys
-import threading
 import tomllib
 from contextlib import nullcontext
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import warpfit
+from support.refusals import refused
 from support.repository.readmes import ROOT
 from support.servers.loopback import serve
 from support.servers.server import eventually, write_secret
 from warpfit import embedded, testing
 from warpfit.cli import main as cli
-from warpfit.cli import table
+from warpfit.cli import search, table
 from warpfit.cli.table import ColumnChoice, add_table_flags, read_table
 from warpfit.cli.top import Change, Scrape
-from warpfit.errors import InvalidArgumentError, UnavailableError
+from warpfit.errors import UnavailableError
 from warpfit.ops import OPERATORS
+from warpfit.sklearn import SymbolicRegressor, estimator
 from warpfit.transport.connection import TlsConfig, token_digest
 from warpfit_server.observability.records import BUCKET_BOUNDS, MetricsDelta
 
 CSV = "x1,x2,y\n1,2,5\n2,3,9\n3,4,13\n4,5,17\n"
+RUN = [sys.executable, "-c", "import sys; from warpfit.cli.main import main; sys.exit(main())"]
 
 
 @pytest.fixture
@@ -45,24 +49,43 @@ def address():
 
 
 @pytest.fixture
-def data(tmp_path):
-    path = tmp_path / "data.csv"
-    path.write_text(CSV)
-    return path
+def data(tmp_path, monkeypatch):
+    """A table in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.csv").write_text(CSV)
+    return "data.csv"
 
 
-def run(capsys, *words):
-    status = cli.main([str(word) for word in words])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+@pytest.fixture
+def run(capsys):
+    """Runs a command; returns its status, its output and its errors."""
+
+    def run(*words):
+        status = cli.main([str(word) for word in words])
+        return status, *capsys.readouterr()
+
+    return run
 
 
-# ----------------------------------------------------------------------------------------- eval
+@pytest.fixture
+def fails(run):
+    """Runs a command that must end with one message, which is returned."""
+
+    def fails(*words):
+        status, out, err = run(*words)
+        assert (status, out) == (2, "")
+        assert err.startswith("warpfit: error: ") and "Traceback" not in err
+        return err
+
+    return fails
 
 
-def test_eval_prints_the_loss_and_a_few_values(capsys, data, address):
-    words = ["eval", data, "x1*p1 + x2", "--target", "y", "--params", "3"]
-    status, out, err = run(capsys, *words, "--address", address, "--head", "2")
+# --------------------------------------------------------------------------------- eval and fit
+
+
+def test_eval_prints_the_loss_and_a_few_values(run, capsys, data, address):
+    words = ["eval", data, "--address", address, "--target", "y"]
+    status, out, err = run(*words, "x1*p1 + x2", "--params", "3", "--head", "2")
     assert (status, err) == (0, "")
     assert out.splitlines() == [
         "mse  0",
@@ -71,61 +94,134 @@ def test_eval_prints_the_loss_and_a_few_values(capsys, data, address):
         "  1      9       9",
         "... and 2 more rows",
     ]
-
-
-def test_eval_takes_a_row_range_a_loss_and_a_profile(capsys, data, address):
-    words = ["eval", data, "--address", address, "--rows"]
-    status, out, _ = run(
-        capsys, *words, "1:3", "--target", "y", "--loss", "sse", "--profile", "--", "-x1"
-    )
-    assert status == 0
+    status, out, _ = run(*words, "--rows", "1:3", "--loss", "sse", "--profile", "--", "-x1")
     lines = out.splitlines()
-    assert lines[0] == f"sse  {11**2 + 16**2}"
+    assert (status, lines[0]) == (0, f"sse  {11**2 + 16**2}")
     assert [line.split()[0] for line in lines[2:4]] == ["1", "2"]
-    assert "compute" in out
-    assert "tier interpreter" in out
-    status, out, _ = run(capsys, *words, "-2:", "y - x1")  # without a target, from the end
-    assert [line.split() for line in out.splitlines()] == [
-        ["row", "value"],
-        ["2", "10"],
-        ["3", "13"],
-    ]
+    assert "compute" in out and "tier interpreter" in out
+    status, out, _ = run(*words[:4], "--rows", "-2:", "y - x1")  # without a target, from the end
+    assert out.split() == ["row", "value", "2", "10", "3", "13"]
     with pytest.raises(SystemExit, match="2"):
-        run(capsys, *words, "a:b", "x1")
+        run(*words, "--rows", "a:b", "x1")
     assert "'a:b' is not START:STOP" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["x1 +"], "x1 +"),
-        (["x1 + z"], "z"),
-        (["p1"], "p1 is used, and 0 parameters were given"),
-        (["x1", "--target", "z"], "data.csv. The columns are: x1, x2, y"),
-        (["x1", "--ignore", "z"], "there is no column 'z'"),
-        (["x1", "--columns", "x1,x1"], "a column is used twice"),
-        (["x1", "--ignore", "x1,x2,y"], "no column of "),
-        (
-            ["x1", "--ignore", "x2", "--target", "x1", "--weights", "y"],
-            "is left for variables: x1 is the target, y is the weights",
-        ),
-        (["x1", "--loss", "mse"], "needs a target"),
-        *(
-            (["x1", "--rows", rows], "data.csv, which has 4 rows")
-            for rows in ("4:9", "0:99999", "2:2", "3:1", "-5:", ":-4", "99:")
-        ),
-    ],
-)
-def test_eval_errors_are_one_message_and_status_2(capsys, data, address, words, message):
-    status, out, err = run(capsys, "eval", data, *words, "--address", address)
-    assert status == 2
-    assert out == ""
-    assert err.startswith("warpfit: error: ")
-    assert message in err
-    assert "Traceback" not in err
+def test_fit_prints_losses_and_parameters(run, data, address):
+    words = ["fit", data, "--target", "y", "--address", address]
+    status, out, err = run(*words, "p1*x1 + p2*x2", "--params", "1", "0", "--loss", "sse")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert re.fullmatch(r"\S+ \* x1 \+ \S+ \* x2", lines[0])
+    assert lines[1].startswith("sse  334 -> ")
+    assert lines[2] == "R2  1"
+    assert lines[3].startswith("ended after ")
+    assert [line.split()[0] for line in lines[4:]] == ["parameter", "p1", "p2"]
+    fitted = [float(line.split()[1]) for line in lines[5:]]
+    np.testing.assert_allclose(fitted, [3.0, 1.0], rtol=1e-4)
+    status, out, _ = run(*words, "p1", "--loss", "abs(d)")
+    assert (status, out.splitlines()[1].startswith("abs(d)  ")) == (0, True)
+    assert "standard error" not in out and "R2" not in out
 
 
-# ------------------------------------------------------------------------------- other commands
+@pytest.mark.parametrize("number", ["-3e-5", "-1E5", "-.5e+3", "-2.", "-inf", "-nan"])
+def test_negative_numbers_are_values_and_no_flags(run, data, address, number):
+    words = ["eval", data, "p1 + p2", "--params", "1", number, "--head", "1", "--address", address]
+    status, out, err = run(*words)
+    assert (status, err) == (0, "")
+    np.testing.assert_allclose(float(out.split()[3]), 1.0 + float(number), rtol=1e-6)
+
+
+def test_formulas_may_begin_with_a_minus(run, capsys, data, address):
+    for text in ("-x1/x2", "-(x1)", "-sin(x1)", "-2*x1", "-x1^2 + x2"):
+        assert run("eval", data, text, "--address", address)[0] == 0
+    with pytest.raises(SystemExit):
+        run("eval", data, "-x1", "--address", address)
+    assert "behind --" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------- mistakes
+
+
+FILES = {
+    "nan.csv": "a,y\n1,2\n\n2,nan\n",
+    "holed.csv": "a,b,y\n1,nan,2\n2,1,nan\n3,1,6\n",
+    "inf.csv": "a,y\n1,2\n-inf,3\n",
+    "y.csv": "y\n1\n2\n",
+}
+MISTAKES = [
+    ("eval data.csv 'x1 +'", "x1 +"),
+    ("eval data.csv 'x1 + z'", "unknown name 'z'"),
+    ("eval data.csv p1", "p1 is used, and 0 parameters were given"),
+    ("eval data.csv x1 --target z", "data.csv. The columns are: x1, x2, y"),
+    ("eval data.csv x1 --ignore z", "there is no column 'z'"),
+    ("eval data.csv x1 --columns x1,x1", "a column is used twice"),
+    ("eval data.csv x1 --ignore x1,x2,y", "no column of "),
+    (
+        "eval data.csv x1 --ignore x2 --target x1 --weights y",
+        "is left for variables: x1 is the target, y is the weights",
+    ),
+    ("eval data.csv x1 --loss mse", "needs a target"),
+    *(
+        (f"eval data.csv x1 --rows {rows}", "data.csv, which has 4 rows")
+        for rows in ("4:9", "0:99999", "2:2", "3:1", "-5:", ":-4", "99:")
+    ),
+    (
+        "fit data.csv 'p1*exp(1000*x1) + p2' --target y",
+        "the fit could not begin at p1 = 1, p2 = 1: mse is inf",
+    ),
+    ("fit data.csv 'p1*exp(1000*x1)' --target y", "--params"),
+    ("fit data.csv p99999999 --target y", "p99999999"),  # so many start from given numbers
+    (
+        "fit holed.csv p1*a --target y",
+        "line 3, column 'y': nan is no finite number. Remove the line: ",
+    ),
+    ("search nan.csv --target y", "nan.csv, line 4, column 'y': nan is no finite number"),
+    ("search inf.csv --target y", "inf.csv, line 3, column 'a': -inf is no finite number"),
+    ("search y.csv --target y", "y.csv is left for variables: y is the target"),
+    *(
+        (f"{command} {name} --target y", "")
+        for command in ("eval x1", "fit x1", "search")
+        for name in ("zero\0byte.csv", "missing.csv", ".")
+    ),
+    ("search data.csv --target y --json /proc/o.json", "/proc/o.json cannot be written"),
+    ("search data.csv --target y --json no/folder/o.json", "No such file or directory"),
+    ("search data.csv --target y --json data.csv", "meant for the data and for --json"),
+    ("search data.csv --target y --json o --checkpoint ./o", "meant for --json and for --check"),
+    ("search data.csv --target y --checkpoint /proc/o", "/proc/o cannot be written"),
+    ("search data.csv --target y --plot o.xyz", "o.xyz cannot be drawn"),
+    ("search data.csv --target y --plot /proc/o.png", "/proc/o.png cannot be written"),
+    *(
+        (f"token -- {shlex.quote(name)}", "no name of a tenant")
+        for name in ("bad name!", "", "#", "a#b", "x" * 64, "\n", "-a", "ü")
+    ),
+    *(
+        (f"token alice --days {days}", "a token cannot be valid for")
+        for days in ("1e12", "nan", "-1", "0", "inf")
+    ),
+    ("token eve --append no/file", "cannot be written"),
+    ("info here:1 --token-file nothing", "cannot read"),
+    ("info here:1 --ca nothing", "cannot read"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_a_mistake_is_one_message_and_changes_no_file(
+    fails, data, tmp_path, monkeypatch, address, words, message
+):
+    monkeypatch.setenv("WARPFIT_ADDRESS", address)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    before = sorted(tmp_path.iterdir())
+    assert fails(*shlex.split(words)).count(message) == 1 or not message
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / data).read_text() == CSV
+
+
+def test_packages_that_are_missing_are_named(fails, monkeypatch):
+    monkeypatch.setattr(embedded, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    assert "pip install 'warpfit[server]'" in fails("serve")
+    assert "pip install 'warpfit[mcp]'" in fails("mcp", "--root", "nosuch")
 
 
 def test_a_command_without_words_and_one_with_too_many_say_how_it_is_used(capsys):
@@ -137,25 +233,6 @@ def test_a_command_without_words_and_one_with_too_many_say_how_it_is_used(capsys
     said = capsys.readouterr().err
     assert "usage: warpfit eval" in said
     assert "+ b. Quote an expression" in said
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        *(
-            (["--", name], "no name of a tenant")
-            for name in ("bad name!", "", "#", "a#b", "x" * 64, "\n", "-a", "ü")
-        ),
-        *(
-            (["alice", "--days", days], "a token cannot be valid for")
-            for days in ("1e12", "nan", "-1", "0", "inf")
-        ),
-    ],
-)
-def test_a_token_is_for_a_name_of_a_file_and_ends_at_a_date(capsys, words, message):
-    status, out, err = run(capsys, "token", *words)
-    assert (status, out) == (2, "")
-    assert message in err
 
 
 #: Of each flag with a number: a command line, and numbers that it does not take.
@@ -178,19 +255,12 @@ RANGES = {
 def test_numbers_of_flags_have_ranges(capsys, flag):
     words, numbers = RANGES[flag]
     for number in numbers.split():
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit, match="2"):
             cli.main([*words, flag.strip(), number])
-        assert ended.value.code == 2
         assert f"argument {flag.strip()}: {number!r} is no " in capsys.readouterr().err
 
 
-def test_a_client_refuses_a_token_that_others_can_read(capsys, address, tmp_path):
-    path = write_secret(tmp_path / "token", "secret")
-    assert run(capsys, "info", address, "--token-file", path)[0] == 0
-    path.chmod(0o644)
-    status, _, err = run(capsys, "info", address, "--token-file", path)
-    assert status == 2
-    assert "chmod 600" in err
+# ------------------------------------------------------------------- processes and their output
 
 
 @pytest.mark.parametrize("words", ["info ADDRESS", "serve --help"])
@@ -198,65 +268,12 @@ def test_a_reader_that_has_seen_enough_is_no_error(address, words):
     """As in ``warpfit info HOST:PORT | head``."""
     reader, writer = os.pipe()
     os.close(reader)
-    code = "import sys; from warpfit.cli.main import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, *words.replace("ADDRESS", address).split()]
+    command = [*RUN, *words.replace("ADDRESS", address).split()]
     ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert ran.returncode == 141 or (ran.returncode == 0 and "--help" in words)
     assert "Traceback" not in ran.stderr
     assert "BrokenPipe" not in ran.stderr
-
-
-def test_a_token_is_appended_to_a_file_of_its_owner(capsys, tmp_path):
-    path, old = tmp_path / "tokens", os.umask(0)
-    path.write_text("# without an end of line")
-    path.chmod(0o600)
-    try:
-        tokens = [
-            run(capsys, "token", name, "--append", tmp_path / file)[1].strip()
-            for name, file in (("eve", "tokens"), ("alice", "new"), ("bob", "new"))
-        ]
-    finally:
-        os.umask(old)
-    lines = [
-        f"{n} {token_digest(t).hex()}" for n, t in zip(("eve", "alice", "bob"), tokens, strict=True)
-    ]
-    assert path.read_text().splitlines()[1] == lines[0]
-    assert (tmp_path / "new").read_text().split("\n") == [*lines[1:], ""]
-    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
-    path.chmod(0o644)
-    for file, message in ((path, "chmod 600"), (tmp_path / "no" / "file", "cannot be written")):
-        status, out, err = run(capsys, "token", "eve", "--append", file)
-        assert (status, out, message in err) == (2, "", True)
-    status, out, err = run(capsys, "token", "alice", "--days", "7")
-    tenant, digest, until = err.splitlines()[-1].split()
-    assert (status, tenant, digest) == (0, "alice", token_digest(out.strip()).hex())
-    assert 6.9 < (datetime.fromisoformat(until) - datetime.now(UTC)).total_seconds() / 86400 < 7.1
-
-
-@pytest.mark.parametrize("flag", ["--token-file", "--ca"])
-def test_a_file_of_a_connection_that_is_missing(capsys, address, tmp_path, flag):
-    status, _, err = run(capsys, "info", address, flag, tmp_path / "nothing")
-    assert status == 2
-    assert "cannot read" in err
-
-
-def test_info_describes_the_server(capsys, address):
-    status, out, _ = run(capsys, "info", address)
-    assert re.search(r"\n +rate +none\n", out)
-    assert status == 0
-    assert f"warpfit {metadata.version('warpfit')}, engine reference" in out
-    assert "NumPy reference: 1 threads" in out
-    assert "resident_bytes" in out
-    for name, row in OPERATORS.items():
-        assert f"{name}/{row.arity}" in out.split()
-
-
-def test_serve_without_the_server_says_what_to_install(capsys, monkeypatch):
-    monkeypatch.setattr(embedded, "find_spec", lambda name: None)
-    status, _, err = run(capsys, "serve")
-    assert status == 2
-    assert "pip install 'warpfit[server]'" in err
 
 
 INTERRUPTED = """
@@ -284,15 +301,64 @@ def test_an_interrupt_is_quiet_from_the_first_import_on(imported):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-# -------------------------------------------------------------------------------------- embedded
+def test_commands_import_only_what_they_need():
+    heavy = ("grpc", "pandas", "numba", "warpfit_server")
+    code = (
+        f"import sys, warpfit.cli.main\ntry: warpfit.cli.main.main(['--version'])\n"
+        f"finally: print([m for m in {heavy!r} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_an_embedded_server_that_does_not_start_shows_its_log():
-    with (
-        pytest.raises(UnavailableError, match="unrecognized arguments: --no-such-flag"),
-        embedded.embedded_server(["--no-such-flag"]),
-    ):
-        pass
+def test_data_may_come_from_a_pipe_and_characters_that_the_output_lacks_are_escaped(address):
+    piped = parquet(温度=[1, 2, 3], y=[3, 5, 7])
+    words = ["fit", "-", "p1*温度 + p2", "--target", "y", "--address", address]
+    own = {**os.environ, "PYTHONIOENCODING": "ascii:surrogateescape", "PYTHONUTF8": "0"}
+    done = subprocess.run([*RUN, *words], input=piped, capture_output=True, env=own, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"\u6e29\u5ea6" in done.stdout and b"\nR2  1\n" in done.stdout
+
+
+# ---------------------------------------------------------------------------- tokens and servers
+
+
+def test_a_token_is_appended_to_a_file_of_its_owner(run, fails, tmp_path):
+    path, old = tmp_path / "tokens", os.umask(0)
+    path.write_text("# without an end of line")
+    path.chmod(0o600)
+    try:
+        tokens = [
+            run("token", name, "--append", tmp_path / file)[1].strip()
+            for name, file in (("eve", "tokens"), ("alice", "new"), ("bob", "new"))
+        ]
+    finally:
+        os.umask(old)
+    lines = [
+        f"{n} {token_digest(t).hex()}" for n, t in zip(("eve", "alice", "bob"), tokens, strict=True)
+    ]
+    assert path.read_text().splitlines()[1] == lines[0]
+    assert (tmp_path / "new").read_text().split("\n") == [*lines[1:], ""]
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)
+    assert "chmod 600" in fails("token", "eve", "--append", path)
+    status, out, err = run("token", "alice", "--days", "7")
+    tenant, digest, until = err.splitlines()[-1].split()
+    assert (status, tenant, digest) == (0, "alice", token_digest(out.strip()).hex())
+    assert 6.9 < (datetime.fromisoformat(until) - datetime.now(UTC)).total_seconds() / 86400 < 7.1
+
+
+def test_info_describes_the_server(run, fails, address, tmp_path):
+    path = write_secret(tmp_path / "token", "secret")
+    status, out, _ = run("info", address, "--token-file", path)
+    assert status == 0
+    assert re.search(r"\n +rate +none\n", out)
+    assert f"warpfit {metadata.version('warpfit')}, engine reference" in out
+    assert "NumPy reference: 1 threads" in out
+    assert "resident_bytes" in out
+    assert {f"{name}/{row.arity}" for name, row in OPERATORS.items()} <= {*out.split()}
+    path.chmod(0o644)  # others can read it
+    assert "chmod 600" in fails("info", address, "--token-file", path)
 
 
 @pytest.fixture
@@ -306,7 +372,12 @@ def fake_server(tmp_path, monkeypatch):
     return install
 
 
-def test_an_embedded_server_that_never_gets_ready(fake_server, monkeypatch, caplog):
+def test_a_server_that_does_not_start_or_get_ready_is_told(fake_server, monkeypatch, caplog):
+    with (
+        pytest.raises(UnavailableError, match="unrecognized arguments: --no-such-flag"),
+        embedded.embedded_server(["--no-such-flag"]),
+    ):
+        pass
     monkeypatch.setattr(embedded, "_SILENT_SECONDS", 0.1)
     fake_server("import time\ntime.sleep(60)")
     with (
@@ -319,7 +390,7 @@ def test_an_embedded_server_that_never_gets_ready(fake_server, monkeypatch, capl
 
 def test_an_embedded_server_that_dies_is_not_waited_for(fake_server):
     """Clients wait for 20 s for a server that somebody else may start again."""
-    script = "import time\nprint('warpfit listening on 127.0.0.1:9', flush=True)\ntime.sleep(1)\n"
+    script = "import time\nprint('warpfit listening on 127.0.0.1:9', flush=True)\ntime.sleep(0.5)\n"
     fake_server(f"{script}print('out of memory')\nraise SystemExit(7)")
     with embedded.embedded_server() as address:
         copied = pickle.loads(pickle.dumps(address))
@@ -334,7 +405,36 @@ def test_an_embedded_server_that_dies_is_not_waited_for(fake_server):
     assert "out of memory" not in str(find_end()), "the log is closed with the block"
 
 
-# ------------------------------------------------------------------------------------- CSV files
+def test_a_search_has_the_credentials_of_its_flags(monkeypatch, tmp_path):
+    """Of a server that is named; one that is started for it speaks plain text."""
+    token, table = write_secret(tmp_path / "token", "secret"), tmp_path / "t.csv"
+    table.write_text("x1,y\n1,1\n2,2\n")
+    words = [str(table), "--target", "y", "--token-file", str(token), "--ca", "ca.pem"]
+    given = []
+
+    def connect(address, **security):
+        given.append((address, security["token"], security["tls"]))
+        raise UnavailableError("no server")
+
+    monkeypatch.setattr(estimator, "connect", connect)
+    monkeypatch.setattr(estimator, "server_at", lambda *_: nullcontext("here:1"))
+    monkeypatch.delenv("WARPFIT_ADDRESS", raising=False)
+    for address in (["--address", "there:1"], []):
+        with pytest.raises(UnavailableError):
+            search.main([*words, *address])
+    assert given == [("here:1", "secret", TlsConfig(ca="ca.pem")), ("here:1", "secret", False)]
+
+
+def test_flags_of_a_search_are_keywords_of_the_estimator():
+    """So what is known of the one is known of the other; the rest is about files and servers."""
+    flags = vars(search._parser().parse_args(["t.csv", "--target", "y"])).keys()
+    files = {"file", "target", "columns", "ignore", "weights", "missing", "decimal", "encoding"}
+    connection = {"token_file", "tls", "ca", "cert", "key", "server_name"}
+    rest = flags - files - connection - {"json", "plot", "quiet"}
+    assert rest <= SymbolicRegressor().get_params().keys()
+
+
+# ---------------------------------------------------------------------------------------- tables
 
 
 def table_of(tmp_path, text, *flags, name="table.csv"):
@@ -399,11 +499,8 @@ def test_files_of_all_kinds(tmp_path, capsys, text, flags, names, rows):
 
 
 def parquet(**columns):
-    table = pytest.importorskip("pyarrow").table(columns)
     file = io.BytesIO()
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(table, file)
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
     return file.getvalue()
 
 
@@ -419,10 +516,15 @@ def test_target_and_weights_are_columns(tmp_path, kind):
     assert (table.names, table.columns.tolist()) == (("a",), [[1], [7]])
     assert (table.target.tolist(), table.weights.tolist()) == ([2, 8], [3, 9])
     place = "row 2" if kind == "parquet" else "line 3"
-    with pytest.raises(InvalidArgumentError, match=rf"any, {place}, column 2 \(y\): there is no v"):
-        table_of(tmp_path, text, *flags, name="any")
-    with pytest.raises(InvalidArgumentError, match=r"column 4 \(s\).*--ignore s"):
-        table_of(tmp_path, text, *flags[:4], name="any")
+    refused(
+        rf"any, {place}, column 2 \(y\): there is no v",
+        table_of,
+        tmp_path,
+        text,
+        *flags,
+        name="any",
+    )
+    refused(r"column 4 \(s\).*--ignore s", lambda: table_of(tmp_path, text, *flags[:4], name="any"))
 
 
 @pytest.mark.parametrize(
@@ -448,207 +550,25 @@ def test_target_and_weights_are_columns(tmp_path, kind):
         ("a,b\n1,2\n".encode("utf-16"), "encoding"),
         ("# c\na,b\n1,2\n3,x\n", "line 4.*'x' is no number"),
         ("1," * 10_000_000, "million characters"),
+        *(  # what Python reads as a number
+            (f"a;b\n1;2\n{cell};3\n", "line 3, column 1")
+            for cell in ("1_000", "1e999", "-1E+400", "2e-400", "\u0661", "x", "1.5.1")
+        ),
     ],
 )
 def test_bad_files_name_the_place(tmp_path, text, message):
-    with pytest.raises(InvalidArgumentError, match=re.compile(message, re.DOTALL)):
-        table_of(tmp_path, text)
+    refused(message, table_of, tmp_path, text)
 
 
-def test_data_may_come_from_a_pipe(address):
-    data = parquet(a=[1, 2, 3], y=[3, 5, 7])
-    code = "import sys; from warpfit.cli.main import main; sys.exit(main())"
-    words = ["eval", "-", "2*a + 1", "--target", "y", "--address", address]
-    done = subprocess.run([sys.executable, "-c", code, *words], input=data, capture_output=True)
-    assert (done.stdout.splitlines()[0], done.stderr) == (b"mse  0", b"")
-
-
-def test_commands_import_only_what_they_need():
-    heavy = ("grpc", "pandas", "numba", "warpfit_server")
-    code = (
-        f"import sys, warpfit.cli.main\ntry: warpfit.cli.main.main(['--version'])\n"
-        f"finally: print([m for m in {heavy!r} if m in sys.modules])"
+def test_wide_tables_take_time_in_proportion():
+    """A way that compares each name with each other one would take an hour."""
+    names = [f"column{n}" for n in range(200_000)]
+    options = argparse.Namespace(
+        target=names[-1], weights=names[-2], ignore=[",".join(names[:1000])], columns=None
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "[]"
-
-
-# ------------------------------------------------------------------------------------------ fit
-
-
-def test_fit_prints_losses_and_parameters(capsys, data, address):
-    words = ["fit", data, "p1*x1 + p2*x2", "--target", "y", "--params", "1", "0"]
-    status, out, err = run(capsys, *words, "--address", address, "--loss", "sse")
-    assert (status, err) == (0, "")
-    lines = out.splitlines()
-    assert re.fullmatch(r"\S+ \* x1 \+ \S+ \* x2", lines[0])
-    assert lines[1].startswith("sse  334 -> ")
-    assert lines[2] == "R2  1"
-    assert lines[3].startswith("ended after ")
-    assert [line.split()[0] for line in lines[4:]] == ["parameter", "p1", "p2"]
-    fitted = [float(line.split()[1]) for line in lines[5:]]
-    np.testing.assert_allclose(fitted, [3.0, 1.0], rtol=1e-4)
-    words = ["fit", data, "p1", "--target", "y", "--loss", "abs(d)"]
-    status, out, _ = run(capsys, *words, "--address", address)
-    assert (status, out.splitlines()[1].startswith("abs(d)  ")) == (0, True)
-    assert "standard error" not in out and "R2" not in out
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("p1*exp(1000*x1) + p2", "the fit could not begin at p1 = 1, p2 = 1: mse is inf"),
-        ("p99999999", "p99999999"),  # which many parameters start from given numbers
-    ],
-)
-def test_a_fit_that_cannot_begin_is_an_error_with_its_remedy(capsys, data, address, text, message):
-    status, out, err = run(capsys, "fit", data, text, "--target", "y", "--address", address)
-    assert (status, out) == (2, "")
-    assert err.startswith("warpfit: error: ")
-    assert err.count(message) == 1
-    assert "--params" in err or text == message
-
-
-def test_a_target_that_is_not_finite_is_named_with_its_place(capsys, address, tmp_path):
-    (tmp_path / "t.csv").write_text("a,b,y\n1,nan,2\n2,1,nan\n3,1,6\n")
-    words = ["fit", tmp_path / "t.csv", "p1*a", "--target", "y", "--address", address]
-    status, out, err = run(capsys, *words)
-    assert (status, out) == (2, "")
-    assert "line 3, column 'y': nan is no finite number. Remove the line: a fit needs" in err
-    assert run(capsys, *words, "--rows", "2:3")[0] == 0
-
-
-@pytest.mark.parametrize("number", ["-3e-5", "-1E5", "-.5e+3", "-2.", "-inf", "-nan"])
-def test_negative_numbers_are_values_and_no_flags(capsys, data, address, number):
-    words = ["eval", data, "p1 + p2", "--params", "1", number, "--head", "1", "--address", address]
-    status, out, err = run(capsys, *words)
-    assert (status, err) == (0, "")
-    np.testing.assert_allclose(float(out.split()[3]), 1.0 + float(number), rtol=1e-6)
-
-
-# --------------------------------------------------------------------------------------- search
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a,y\n1,2\n\n2,nan\n", r"table.csv, line 4, column 'y': nan is no finite number"),
-        ("a,y\n1,2\n-inf,3\n", r"table.csv, line 3, column 'a': -inf is no finite number"),
-        ("y\n1\n2\n", "table.csv is left for variables: y is the target"),
-    ],
-)
-def test_a_search_refuses_tables_that_it_cannot_use(capsys, tmp_path, text, message):
-    pytest.importorskip("sklearn")
-    path = tmp_path / "table.csv"
-    path.write_text(text)
-    status, out, err = run(capsys, "search", path, "--target", "y")
-    assert (status, out, message in err) == (2, "", True), err
-    assert err.startswith("warpfit: error: ")
-
-
-def test_a_search_has_the_credentials_of_its_flags(monkeypatch, tmp_path):
-    """Of a server that is named; one that is started for it speaks plain text."""
-    pytest.importorskip("sklearn")
-    from warpfit.cli import search
-    from warpfit.sklearn import estimator
-
-    token, table = write_secret(tmp_path / "token", "secret"), tmp_path / "t.csv"
-    table.write_text("x1,y\n1,1\n2,2\n")
-    words = [str(table), "--target", "y", "--token-file", str(token), "--ca", "ca.pem"]
-    given = []
-
-    def connect(address, **security):
-        given.append((address, security["token"], security["tls"]))
-        raise UnavailableError("no server")
-
-    monkeypatch.setattr(estimator, "connect", connect)
-    monkeypatch.setattr(estimator, "server_at", lambda *_: nullcontext("here:1"))
-    monkeypatch.delenv("WARPFIT_ADDRESS", raising=False)
-    for address in (["--address", "there:1"], []):
-        with pytest.raises(UnavailableError):
-            search.main([*words, *address])
-    assert given == [("here:1", "secret", TlsConfig(ca="ca.pem")), ("here:1", "secret", False)]
-
-
-@pytest.mark.parametrize("name", ["zero\0byte.csv", "missing.csv", "."])
-@pytest.mark.parametrize("command", ["eval", "fit", "search"])
-def test_a_file_that_is_none_is_named(capsys, command, name):
-    pytest.importorskip("sklearn")
-    words = [command, name, *(["x1"] if command != "search" else []), "--target", "y"]
-    status, _, err = run(capsys, *words)
-    assert (status, err.startswith("warpfit: error: ")) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--json", "/proc/o.json"], "/proc/o.json cannot be written"),
-        (["--json", "no/folder/o.json"], "No such file or directory"),
-        (["--json", "data.csv"], "meant for the data and for --json"),
-        (["--json", "o", "--checkpoint", "./o"], "meant for --json and for --checkpoint"),
-        (["--checkpoint", "/proc/o"], "/proc/o cannot be written"),
-        (["--plot", "o.xyz"], "o.xyz cannot be drawn"),
-        (["--plot", "/proc/o.png"], "/proc/o.png cannot be written"),
-    ],
-)
-def test_outputs_are_checked_before_a_search(capsys, data, monkeypatch, words, message):
-    pytest.importorskip("sklearn")
-    if message.endswith("drawn"):
-        pytest.importorskip("matplotlib")
-    monkeypatch.chdir(data.parent)
-    before = sorted(data.parent.iterdir()), data.read_bytes()
-    status, out, err = run(capsys, "search", data.name, "--target", "y", *words)
-    assert (status, out, message in err) == (2, "", True), err
-    assert (sorted(data.parent.iterdir()), data.read_bytes()) == before
-
-
-def test_flags_of_a_search_are_keywords_of_the_estimator():
-    """So what is known of the one is known of the other; the rest is about files and servers."""
-    pytest.importorskip("sklearn")
-    from warpfit.cli import search
-    from warpfit.sklearn import SymbolicRegressor
-
-    flags = vars(search._parser().parse_args(["t.csv", "--target", "y"])).keys()
-    files = {"file", "target", "columns", "ignore", "weights", "missing", "decimal", "encoding"}
-    connection = {"token_file", "tls", "ca", "cert", "key", "server_name"}
-    rest = flags - files - connection - {"json", "plot", "quiet"}
-    assert rest <= SymbolicRegressor().get_params().keys()
-
-
-def test_characters_that_the_output_lacks_are_escaped(address, tmp_path):
-    path = tmp_path / "table.csv"
-    path.write_text("温度,y\n1,3\n2,5\n3,7\n", encoding="utf-8")
-    code = "import sys; from warpfit.cli.main import main; sys.exit(main())"
-    words = ["fit", path, "p1*温度 + p2", "--target", "y", "--address", address]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        capture_output=True,
-        env={**os.environ, "PYTHONIOENCODING": "ascii:surrogateescape", "PYTHONUTF8": "0"},
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert rb"\u6e29\u5ea6" in done.stdout
-
-
-@pytest.mark.parametrize("cell", ["1_000", "1e999", "-1E+400", "2e-400", "\u0661", "x", "1.5.1"])
-def test_a_cell_that_only_python_reads_is_no_number(tmp_path, cell, capsys):
-    with pytest.raises(InvalidArgumentError, match="line 3, column 1") as caught:
-        table_of(tmp_path, f"a;b\n1;2\n{cell};3\n")
-    assert caught.value.reason == "NOT_A_NUMBER"
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["eval", "table.csv", "p1*a", "--params", cell])
-    assert ended.value.code == 2
-    assert "is no number" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------------ mcp
-
-
-def test_tools_for_agents_say_what_they_need(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "mcp", None)
-    status, _, err = run(capsys, "mcp", "--root", "nosuch")
-    assert status == 2
-    assert "pip install 'warpfit[mcp]'" in err
+    chosen = ColumnChoice.of("wide.csv", names, options)
+    assert chosen.variables == list(range(1000, 199_998))
+    refused("is another 'column7000'", ColumnChoice.of, "wide.csv", [*names, "column7000"], options)
 
 
 @pytest.mark.parametrize("text", ["1" * 60_000_000, "1\n" * 30_000_000], ids=["line", "rows"])
@@ -657,8 +577,7 @@ def test_a_small_file_that_unpacks_to_very_much_is_refused_early(tmp_path, monke
     assert len(packed) < 100_000
     numbers = []
     monkeypatch.setattr(table, "cell_number", numbers.append)
-    with pytest.raises(InvalidArgumentError, match="times its size"):
-        table_of(tmp_path, packed)
+    refused("times its size", table_of, tmp_path, packed)
     assert not numbers, "before a row of it is read"
 
 
@@ -692,56 +611,21 @@ def test_quantiles_are_in_the_right_bucket(values, share):
     assert Change(nothing, nothing).mean("time") is None
 
 
-def test_wide_tables_take_time_in_proportion():
-    """A way that compares each name with each other one would take an hour."""
-    names = [f"column{n}" for n in range(200_000)]
-    options = argparse.Namespace(
-        target=names[-1], weights=names[-2], ignore=[",".join(names[:1000])], columns=None
-    )
-    chosen = ColumnChoice.of("wide.csv", names, options)
-    assert chosen.variables == list(range(1000, 199_998))
-    with pytest.raises(InvalidArgumentError, match="is another 'column7000'"):
-        ColumnChoice.of("wide.csv", [*names, "column7000"], options)
-
-
-@pytest.mark.parametrize("text", ["-T/P", "-(T)", "-sin(T)", "-2*T", "-T^2 + P"])
-def test_formulas_may_begin_with_a_minus(text, tmp_path, capsys):
-    path = tmp_path / "a.csv"
-    path.touch()
-    words = cli._with_negative_numbers(["eval", str(path), text])
-    assert cli._parser().parse_args(words).expression.strip() == text
-    with pytest.raises(SystemExit):
-        cli._parser().parse_args(cli._with_negative_numbers(["eval", str(path), "-T"]))
-    assert "behind --" in capsys.readouterr().err
-
-
-class Page(BaseHTTPRequestHandler):
-    text = ""
-
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(self.text.encode())
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
-def metrics_page():
-    """Serves a page of metrics that is what the test says."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Page)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield lambda text: setattr(Page, "text", text) or f"127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+def top(run, monkeypatch):
+    """Shows a page of metrics once."""
+
+    def top(page):
+        monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: io.BytesIO(page.encode()))
+        return run("top", "127.0.0.1:1", "--once", "--interval", "0.01")
+
+    return top
 
 
 @pytest.mark.parametrize(
     "label", ["[/x]", "[bold red]a", "\x1b]0;owned\x07", "a\\", ":smile:", "[link=http://x]y"]
 )
-def test_top_shows_texts_of_a_page_as_they_are(metrics_page, capsys, label):
-    pytest.importorskip("rich")
+def test_top_shows_texts_of_a_page_as_they_are(top, label):
     escaped = label.replace("\\", "\\\\")
     page = (
         f'warpfit_build_info{{version="{escaped}",engine="cpu"}} 1.0\n'
@@ -751,7 +635,7 @@ def test_top_shows_texts_of_a_page_as_they_are(metrics_page, capsys, label):
         'warpfit_process_open_files{process="a"} +Inf\n'
         "warpfit_gpu_memory_used_bytes 1.0\n"
     )
-    status, out, _ = run(capsys, "top", metrics_page(page), "--once", "--interval", "0.01")
+    status, out, _ = top(page)
     assert status == 0
     assert "\x1b" not in out
     assert label.encode("unicode_escape").decode().replace("\\\\", "\\") in out
@@ -760,8 +644,6 @@ def test_top_shows_texts_of_a_page_as_they_are(metrics_page, capsys, label):
 @pytest.mark.parametrize(
     "page", ['warpfit_request_seconds_bucket{le="x"} 1.0\n', "warpfit_x_bucket 1.0\n", "{", "a{b"]
 )
-def test_top_refuses_a_page_that_is_none(metrics_page, capsys, page):
-    pytest.importorskip("rich")
-    status, _, err = run(capsys, "top", metrics_page(page), "--once", "--interval", "0.01")
-    assert status == 2
-    assert "has no metrics of warpfit" in err
+def test_top_refuses_a_page_that_is_none(top, page):
+    status, _, err = top(page)
+    assert (status, "has no metrics of warpfit" in err) == (2, True)

@@ -11,7 +11,8 @@ import pytest
 from scipy import optimize, stats
 
 import warpfit.testing
-from warpfit import InvalidArgumentError, evidence, parse
+from support.refusals import refused
+from warpfit import evidence, parse
 
 rng = np.random.default_rng(11)
 x = rng.uniform(0.5, 3.0, 40)
@@ -40,7 +41,7 @@ def squares_of(fit, index):
     return fit.loss[index] ** 2 * W.sum()
 
 
-def test_the_likelihood_is_that_of_normal_residuals(lines):
+def test_likelihoods_description_lengths_and_bayes_factors_follow_their_formulas(lines):
     _, fit = lines
     slope, offset = fit.parameters[0]
     s = math.sqrt(squares_of(fit, 0) / 40)
@@ -54,15 +55,6 @@ def test_the_likelihood_is_that_of_normal_residuals(lines):
     assert int(found.bic.argmin()) == 0
     assert int(found.description_length.argmin()) == 0
     assert int(found.bayes_factor.argmax()) == 0
-
-
-def test_codes_have_the_lengths_of_their_symbols():
-    assert evidence.code_length(parse("p1*x1 + p2")) == pytest.approx(5 * math.log(4))
-    constants = math.log(100) + math.log(17)  # 2.5 has two digits; the cube is an operator
-    assert evidence.code_length(parse(TEXTS[3])) == pytest.approx(6 * math.log(5) + constants)
-
-
-def test_description_lengths_and_bayes_factors_follow_their_formulas(lines):
     _, fit = lines
     found = fit.evidence
     # Five tokens and two constants of many digits.
@@ -72,6 +64,9 @@ def test_description_lengths_and_bayes_factors_follow_their_formulas(lines):
     factor = (1 - b) * found.log_likelihood[0] + math.log(b) - 5 * math.log(4)
     assert found.bayes_factor[0] == pytest.approx(factor, rel=1e-12)
     assert "log_bayes_factor" in str(found)
+    assert evidence.code_length(parse("p1*x1 + p2")) == pytest.approx(5 * math.log(4))
+    constants = math.log(100) + math.log(17)  # 2.5 has two digits; the cube is an operator
+    assert evidence.code_length(parse(TEXTS[3])) == pytest.approx(6 * math.log(5) + constants)
     assert evidence.price_of(parse("1.2345678*x1 + 2.3456789*x1")) == 2.0
     assert 0.0 < evidence.price_of(parse("2*x1")) < 1.0
 
@@ -235,17 +230,5 @@ def test_bands_are_those_of_linear_regression(client, lines):
     band = sure.band(x[:, None], prediction=True)
     half = stats.norm.ppf(0.975) * np.sqrt(1.0 + spread / s2)
     np.testing.assert_allclose(band.high - band.values, half, rtol=1e-6)
-    with pytest.raises(InvalidArgumentError, match="evidence=True"):
-        client.optimize(data, TEXTS, covariance=True).band(x[:, None], prediction=True)
-
-
-def test_what_has_no_evidence_says_so(client, lines):
-    data, _ = lines
-    with pytest.raises(InvalidArgumentError, match="squared differences"):
-        client.optimize(data, TEXTS, loss="mae", evidence=True)
-    with pytest.raises(InvalidArgumentError, match="all are asked for"):
-        client.optimize(data, TEXTS, restarts=2, all_starts=True, evidence=True)
-    with pytest.raises(InvalidArgumentError, match="a level between 0 and 1"):
-        client.optimize(data, TEXTS, intervals=95)
-    with pytest.raises(InvalidArgumentError, match="a level between 0 and 1"):
-        client.optimize(data, TEXTS, intervals="95")
+    without = client.optimize(data, TEXTS, covariance=True)
+    refused("evidence=True", without.band, x[:, None], prediction=True)

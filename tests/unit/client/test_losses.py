@@ -6,7 +6,7 @@ import pytest
 from sklearn import metrics
 
 from support.engines.references import reference_loss
-from warpfit import InvalidArgumentError, Loss, LossFunction, ParseError, Program, losses
+from warpfit import Loss, LossFunction, losses
 from warpfit.expressions.reference import differentiate, evaluate_program
 from warpfit.ops import VARIABLE
 
@@ -44,18 +44,11 @@ def test_the_six_losses_are_those_of_scikit_learn(loss, weights):
     np.testing.assert_allclose(reference_loss(loss, F, Y, weights), wanted, rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (losses.gaussian(), 0.5 * W * D**2 - 0.5 * np.log(W / (2 * np.pi))),
-        (LossFunction.parse("where(abs(d) < 1, d^2/2, abs(d) - 0.5)"), None),
-        (LossFunction.parse("weight*(prediction - target)^2"), W * D**2),
-    ],
-)
-def test_definitions(function, expected):
-    if expected is None:
-        expected = rows(losses.huber())
-    np.testing.assert_allclose(rows(function), expected, rtol=1e-12, atol=1e-14)
+def test_definitions():
+    gaussian = 0.5 * W * D**2 - 0.5 * np.log(W / (2 * np.pi))
+    np.testing.assert_allclose(rows(losses.gaussian()), gaussian, rtol=1e-12, atol=1e-14)
+    written = LossFunction.parse("weight*(prediction - target)^2")
+    np.testing.assert_allclose(rows(written), W * D**2, rtol=1e-12, atol=1e-14)
 
 
 def exact(formula, *columns) -> np.ndarray:
@@ -180,37 +173,14 @@ def test_closed_gradients_are_central_differences(loss):
         )
 
 
-def test_squares_are_recognised():
-    for text in ("d^2", "square(d)", "d*d", "(f - y)^2"):
-        assert LossFunction.parse(text).is_squares
-
-
 @pytest.mark.parametrize("given", [*Loss, *losses.BY_NAME, "abs(d)^1.5", losses.huber(2.0)])
 def test_as_loss_accepts_losses_names_and_texts(given):
     found = losses.as_loss(given)
     assert isinstance(found, Loss | LossFunction)
     assert losses.as_loss(found) == found
     assert (given in list(Loss)) == isinstance(found, Loss)
-
-
-@pytest.mark.parametrize(
-    ("call", "reason"),
-    [
-        (lambda: losses.as_loss("mape"), "BAD_ENUM"),
-        (lambda: losses.as_loss("abs(z)"), "UNKNOWN_NAME"),
-        (lambda: LossFunction.parse("p1*d"), "BAD_LOSS"),
-        (lambda: LossFunction.parse("x4*d"), "BAD_LOSS"),
-        (lambda: LossFunction(Program.variable(3)), "BAD_LOSS"),
-        (lambda: LossFunction.parse("d", "median"), "BAD_ENUM"),
-        (lambda: losses.huber(0.0), "BAD_LOSS"),
-        (lambda: losses.quantile(1.0), "BAD_LOSS"),
-    ],
-)
-def test_invalid_losses(call, reason):
-    with pytest.raises((InvalidArgumentError, ParseError)) as caught:
-        call()
-    assert caught.value.reason == reason
-    assert caught.value.remedy
+    for text in ("d^2", "square(d)", "d*d", "(f - y)^2"):
+        assert LossFunction.parse(text).is_squares
 
 
 @pytest.mark.parametrize(

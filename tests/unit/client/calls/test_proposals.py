@@ -11,7 +11,6 @@ import warpfit.testing
 from warpfit import (
     DeadlineExceededError,
     FailedPreconditionError,
-    InvalidArgumentError,
     Program,
     RetryPolicy,
     UnavailableError,
@@ -31,38 +30,26 @@ def table(seed=0):
     return X, 2.0 * np.exp(0.5 * X[:, 0]) + X[:, 1] + rng.normal(0.0, 0.01, ROWS)
 
 
-def proposed(rows, skeletons, names=NAMES, **options):
-    """Propose skeletons for rows (X, y, weights)."""
-    with warpfit.testing.client() as client:
-        data = client.upload(*rows, names=names, dtype="float64")
-        return client.propose(data, skeletons, **{"restarts": 0} | options)
-
-
-class Fragile(warpfit.testing.InProcessServer):
-    """Refuses every fit with a sine, as if its engine had died of it, and says not of which."""
-
-    def _optimize(self, message):
-        batch = fit_from_bytes(message).problem.batch
-        if (batch.codes == OPERATORS["sin"].code).any():
-            raise FailedPreconditionError("it has crashed the engine before", "QUARANTINED")
-        return super()._optimize(message)
-
-
 #: A client gives up soon.
 BRIEFLY = RetryPolicy(total_seconds=0.1, initial_backoff=0.001, maximum_backoff=0.01)
 
 
-class Ending(warpfit.testing.InProcessServer):
-    """Answers some fits, and every later one with an error."""
+def proposed(rows, skeletons, names=NAMES, server=None, **options):
+    """Propose skeletons for rows (X, y, weights)."""
+    with warpfit.testing.client(server, retry=BRIEFLY) as client:
+        data = client.upload(*rows, names=names, dtype="float64")
+        return client.propose(data, skeletons, **{"restarts": 0} | options)
 
-    def __init__(self, fits, error):
+
+class Failing(warpfit.testing.InProcessServer):
+    """Calls ``fail`` with the batch of every fit, before it is fitted."""
+
+    def __init__(self, fail):
         super().__init__()
-        self.left, self.error = fits, error
+        self.fail = fail
 
     def _optimize(self, message):
-        self.left -= 1
-        if self.left < 0:
-            raise self.error
+        self.fail(fit_from_bytes(message).problem.batch)
         return super()._optimize(message)
 
 
@@ -71,26 +58,35 @@ def test_answers_are_kept_when_the_time_is_over_or_the_server_is_lost(monkeypatc
     skeletons = ["p1*a +", "p1*a", "p1*b", "p1*a + p2", "p1*b + p2", "p1*nosuch"]
     late, gone = DeadlineExceededError("late", "TIMEOUT"), UnavailableError("gone", "UNAVAILABLE")
     # Each pair takes three fits: to fit, for evidence, and to be judged.
-    for error, ends in ((late, range(5)), (gone, (0, 1))):
-        for fits in ends:
-            server = Ending(fits, error)
-            with warpfit.testing.client(server, retry=BRIEFLY) as client:
-                data = client.upload(*table(), names=NAMES, dtype="float64")
-                if not fits:
-                    with pytest.raises(type(error)):
-                        client.propose(data, skeletons, restarts=0)
-                    continue
-                found = client.propose(data, skeletons, restarts=0)
-            fitted = [answer.program is not None for answer in found]
-            assert fitted == [False, True, True, fits == 4, fits == 4, False]
-            reasons = [getattr(answer.error, "reason", None) for answer in found]
-            own = error.reason if fits < 4 else None
-            assert np.isfinite(found[1].loss)
-            assert np.isfinite(found[1].held_out_loss) == (fits >= 3)
-            unjudged = found[1] if fits < 3 else found[3]
-            said = any("fitted, but not judged" in warning for warning in unjudged.warnings)
-            assert said == (fits != 3)
-            assert reasons == ["EXPECTED_OPERAND", None, None, own, own, "UNKNOWN_NAME"]
+    for error, fits in (*((late, fits) for fits in range(5)), (gone, 0), (gone, 1)):
+        left = [None] * fits
+
+        def end(_, left=left, error=error):
+            if not left:
+                raise error
+            left.pop()
+
+        if not fits:
+            with pytest.raises(type(error)):
+                proposed(table(), skeletons, server=Failing(end))
+            continue
+        found = proposed(table(), skeletons, server=Failing(end))
+        fitted = [answer.program is not None for answer in found]
+        assert fitted == [False, True, True, fits == 4, fits == 4, False]
+        reasons = [getattr(answer.error, "reason", None) for answer in found]
+        own = error.reason if fits < 4 else None
+        assert np.isfinite(found[1].loss)
+        assert np.isfinite(found[1].held_out_loss) == (fits >= 3)
+        unjudged = found[1] if fits < 3 else found[3]
+        said = any("fitted, but not judged" in warning for warning in unjudged.warnings)
+        assert said == (fits != 3)
+        assert reasons == ["EXPECTED_OPERAND", None, None, own, own, "UNKNOWN_NAME"]
+
+
+def die_of_sines(batch):
+    """Fail as if the engine had died of a sine, and say not of which."""
+    if (batch.codes == OPERATORS["sin"].code).any():
+        raise FailedPreconditionError("it has crashed the engine before", "QUARANTINED")
 
 
 def test_good_skeletons_are_fitted_beside_bad_ones():
@@ -108,13 +104,9 @@ def test_good_skeletons_are_fitted_beside_bad_ones():
     }
     good = ["p1*exp(p2*a) + p3*b", "p1*k", "p1*sqrt(a - 10)", "a + b"]
     skeletons = [*good[:2], *bad, *good[2:]]
-    told = []
-    units = {"a": "m", "b": "m"}
-    with warpfit.testing.client(Fragile()) as client:
-        data = client.upload(*table(), names=NAMES, dtype="float64")
-        found = client.propose(
-            data, skeletons, units=units, progress=lambda *progress: told.append(progress)
-        )
+    told, server = [], Failing(die_of_sines)
+    options = {"units": {"a": "m", "b": "m"}, "progress": lambda *done: told.append(done)}
+    found = proposed(table(), skeletons, server=server, restarts=2, **options)
     assert len(found) == len(skeletons)
     for skeleton, answer in zip(skeletons, found, strict=True):
         if skeleton in good:
@@ -198,32 +190,15 @@ def test_rows_without_a_value_are_left_out_of_all_judgement():
     assert math.isnan(found[0].held_out_loss)
 
 
-def test_names_that_parameters_have_and_searches_that_cannot_begin_are_warned_of():
+def test_what_is_warned_of_and_limited(monkeypatch):
     X, y = table()
     (found,) = proposed((X, y), "p1*b + p2", ("p1", "b", "k"))
     assert found.warnings[0].startswith("p1 is a variable here")
     (found,) = proposed((X, y * 1e-200), "p1*a + p2")
     assert found.reason == "not_finite"
     assert "choose other units" in found.warnings[0]
-
-
-def test_a_call_has_a_limit(monkeypatch):
     monkeypatch.setattr(proposals, "MOST_SKELETONS", 2)
     monkeypatch.setattr(proposals, "_TOGETHER", 1)
     found = proposed(table(), ["p1*a", "p1*b", "p1*k", "p1 +"], restarts=1, loss="r2")
     assert [bool(answer.error) for answer in found] == [False, False, True, True]
     assert found.best is found[int(found[1].held_out_loss > found[0].held_out_loss)]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"units": {"nosuch": "m"}}, {"target_unit": "florin"}, {"loss": "nosuch"}, {"restarts": 10**9},
-     {"units": 3}, {"progress": 5}],
-)  # fmt: skip
-def test_wrong_options_are_errors_of_the_call(options):
-    with pytest.raises(InvalidArgumentError):
-        proposed(table(), ["p1*a"], **options)
-    with pytest.raises(InvalidArgumentError, match="needs a target"):
-        proposed(table()[:1], ["p1*a"])
-    with pytest.raises(InvalidArgumentError, match="a list of skeletons"):
-        proposed(table(), {"p1*a", "p1*b"})

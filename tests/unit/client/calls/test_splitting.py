@@ -108,16 +108,13 @@ def test_fits_above_a_limit_are_split_with_their_bounds_and_report_progress(limi
     assert all(0 <= report.active <= len(TEXTS) for report in reports)
 
 
-def test_errors_of_a_part_name_the_expression_in_the_whole_batch():
+def test_errors_of_a_part_name_the_expression_and_one_above_a_limit_is_refused():
     with testing.client(LimitedServer(LIMITS["programs"])) as client:
         data = client.upload(X, Y)
         with pytest.raises(ProgramError) as caught:
             client.evaluate(data, ["x1"] * 5 + ["x1 + x9", "x1"], loss="mse")
     assert caught.value.expression == 5
     assert caught.value.text == "x1 + x9"
-
-
-def test_one_expression_above_a_limit_is_refused():
     with testing.client(LimitedServer(Limits(result_bytes=100))) as client:
         data = client.upload(X, Y)
         with pytest.raises(warpfit.ResourceExhaustedError, match="bytes of results"):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import hashlib
+import math
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -9,9 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engines.operators import numbers, programs
-from warpfit import codec, errors
+from support.random_programs import random_program
+from support.refusals import refused
+from warpfit import codec, errors, parse, search_codec
 from warpfit import server_info as info
+from warpfit.codec import result_end
 from warpfit.dataset import DTYPES, Dataset, Layout
+from warpfit.errors import InternalError, InvalidArgumentError
 from warpfit.fitting import (
     REASONS,
     FitProgress,
@@ -24,49 +30,46 @@ from warpfit.fitting import (
 )
 from warpfit.ir import Batch, Program
 from warpfit.losses import BY_NAME, Closing, LossFunction
+from warpfit.ops import OPERATORS
 from warpfit.request import FURTHER_OUTPUTS, Evaluation, Loss, Precision, Tier, Timings
+from warpfit.searching import (
+    BASE_UNITS,
+    Form,
+    Front,
+    Rules,
+    SearchProgress,
+    SearchReason,
+    SearchRequest,
+    Template,
+    Units,
+)
 from warpfit.v1 import evaluator_pb2 as pb
 
-COUNTS = st.integers(1, 2**40)
-NAMES = st.lists(st.text(min_size=1, max_size=5).filter(str.isprintable), unique=True)
+NAMES = st.lists(st.text("aZ_ ß温😀`", min_size=1, max_size=5), min_size=1, max_size=3, unique=True)
 LAYOUT = Layout(np.dtype("<f4"), variables=3, rows=100, has_target=True)
 HUBER = BY_NAME["huber"]()
+TWO = [Program.parameter(0), Program.variable(1)]
 
 
 @st.composite
-def layouts(draw):
-    names = tuple(draw(NAMES))
-    return Layout(
-        dtype=draw(st.sampled_from(list(DTYPES.values()))),
-        variables=len(names) or draw(COUNTS),
-        rows=draw(COUNTS),
-        has_target=draw(st.booleans()),
-        has_weights=draw(st.booleans()),
-        names=names,
-    )
+def batches(draw):
+    """Programs with one to three vectors of parameters each."""
+    drawn = draw(st.lists(programs(max_tokens=12), min_size=1, max_size=5))
+    vectors = draw(st.integers(1, 3))
+    sizes = [vectors * program.parameters for program in drawn]
+    entries = [draw(st.lists(numbers(), min_size=size, max_size=size)) for size in sizes]
+    return Batch.of(drawn, [np.reshape(entry, (vectors, -1)) for entry in entries])
 
 
 @st.composite
 def evaluations(draw):
-    drawn = draw(st.lists(programs(max_tokens=12), min_size=1, max_size=5))
-    vectors = draw(st.integers(1, 3))
-    entries = [
-        np.array(
-            draw(
-                st.lists(
-                    numbers(), min_size=vectors * p.parameters, max_size=vectors * p.parameters
-                )
-            )
-        ).reshape(vectors, p.parameters)
-        for p in drawn
-    ]
     loss = draw(st.sampled_from([None, *Loss]))
     closing = None if loss else draw(st.sampled_from([None, *Closing]))
     outputs = ["jacobian", "reductions", "correlation"]
     outputs += ["gradient", "variable_gradient"] if loss or closing else []
     return Evaluation(
         dataset_id=draw(st.binary(min_size=32, max_size=32)),
-        batch=Batch.of(drawn, entries),
+        batch=draw(batches()),
         rows=draw(st.none() | st.tuples(st.integers(0, 50), st.integers(51, 100))),
         precision=draw(st.sampled_from(Precision)),
         loss=loss,
@@ -82,11 +85,6 @@ def reparsed(message):
 
 
 # --------------------------------------------------------------------------------- round trips
-
-
-@given(layouts())
-def test_layouts_survive(layout):
-    assert codec.layout_from_message(reparsed(codec.layout_to_message(layout))) == layout
 
 
 @given(evaluations())
@@ -131,7 +129,7 @@ def test_errors_survive(kind, place):
 @given(st.integers(64, 9000), st.sampled_from(list(DTYPES.values())), st.integers(0, 1600))
 def test_answers_survive_in_pieces_of_any_size(chunk_bytes, dtype, ready):
     """Also where a part is ready, and sent, before the rest; short arrays come whole at the end."""
-    batch = Batch.of(_two_programs(), [[[1.0], [2.0]], [[], []]])
+    batch = Batch.of(TWO, [[[1.0], [2.0]], [[], []]])
     requested = dict.fromkeys(FURTHER_OUTPUTS, True) | {"linear_scaling": False}
     evaluation = Evaluation(bytes(32), batch, loss=Loss.MSE, **requested, values=True)
     layout, rng = dataclasses.replace(LAYOUT, dtype=dtype), np.random.default_rng(1)
@@ -147,25 +145,32 @@ def test_answers_survive_in_pieces_of_any_size(chunk_bytes, dtype, ready):
         data, first = arrays[name].reshape(-1).data.cast("B"), ready if name == "values" else 0
         sent += codec.array_pieces(name, data[:first], 0, chunk_bytes)
         sent += codec.array_pieces(name, data[first:], first, chunk_bytes)
-    sent.append(codec.result_end(Timings(compute=5), short))
+    timings = Timings(1, 2, 3, 4, 5, Tier.COMPILED, 6, "cuda:0")
+    sent.append(codec.result_end(timings, short))
     messages = [pb.EvaluateResponse.FromString(message) for message in sent]
     assert all(len(message.values) <= chunk_bytes for message in messages)
     result = codec.read_result(evaluation, layout, messages)
     for name, array in arrays.items():
         found = getattr(result, name)
         assert (found.dtype, found.tobytes()) == (array.dtype, array.tobytes()), name
-    assert result.timings.compute == 5
+    assert result.timings == timings
     for missing in range(1, len(messages) - 1, 1 + len(messages) // 9):
         with pytest.raises(errors.InternalError, match="server's answer"):
             codec.read_result(evaluation, layout, messages[:missing] + messages[missing + 1 :])
 
 
-@given(st.integers(1, 5000), st.integers(1, 60))
-def test_uploads_survive_in_pieces_of_any_size(chunk_bytes, rows):
-    X = np.arange(3.0 * rows).reshape(rows, 3)
-    dataset = Dataset.of(X, np.arange(rows), names=("a", "b", "c"))
+@given(
+    *(st.integers(1, 5000), st.integers(1, 60), st.sampled_from(["float32", "float64"])),
+    *(NAMES, st.booleans(), st.booleans()),
+)
+def test_uploads_survive_in_pieces_of_any_size(chunk_bytes, rows, dtype, names, target, weights):
+    X, column = np.arange(len(names) * rows).reshape(rows, -1), np.arange(rows)
+    columns = (column if target else None, column if weights else None)
+    dataset = Dataset.of(X, *columns, names=names, dtype=dtype)
     first, *rest = codec.upload_messages(dataset, chunk_bytes)
     assert codec.upload_start(first) == (dataset.layout, dataset.content_id)
+    message = codec.layout_to_message(dataset.layout)
+    assert codec.layout_from_message(reparsed(message)) == dataset.layout
     parsed = [pb.UploadVariablesRequest.FromString(message) for message in rest]
     assert [message.SerializeToString() for message in parsed] == rest
     assert all(0 < len(message.data) <= chunk_bytes for message in parsed)
@@ -179,18 +184,17 @@ def test_uploads_survive_in_pieces_of_any_size(chunk_bytes, rows):
 FOUR_ROWS = dataclasses.replace(LAYOUT, dtype=np.dtype("<f4"), rows=4)
 
 
-def _two_programs():
-    from warpfit import Program
-
-    return [Program.parameter(0), Program.variable(1)]
-
-
 def _header(**changes):
     fields = {"dtype": pb.DTYPE_FLOAT32, "programs": 2, "vectors": 1, "rows": 4} | changes
     return pb.EvaluateResponse(header=pb.ResultHeader(**fields))
 
 
-_END = pb.EvaluateResponse(losses=bytes(16), timings=pb.Timings(tier=pb.TIER_INTERPRETER))
+def _end(tier=pb.TIER_INTERPRETER, losses=16, gradients=8):
+    arrays = {"losses": bytes(losses), "gradients": bytes(gradients)}
+    return pb.EvaluateResponse(**arrays, timings=pb.Timings(tier=tier))
+
+
+_END = _end()
 _ALL = pb.EvaluateResponse(values=bytes(32))
 
 
@@ -206,23 +210,25 @@ _ALL = pb.EvaluateResponse(values=bytes(32))
         [_header(dtype=pb.DTYPE_FLOAT64), pb.EvaluateResponse(values=bytes(64)), _END],
         [_header(rows=3), pb.EvaluateResponse(values=bytes(24)), _END],
         [_header(rows=5), pb.EvaluateResponse(values=bytes(40)), _END],
-        [_header(), _ALL, pb.EvaluateResponse(losses=bytes(16), timings=pb.Timings(tier=77))],
+        [_header(), _ALL, _end(tier=77)],
         [_header(programs=3), _ALL, _END],
         [_header(vectors=2), _ALL, _END],
         [_header(), _ALL, _ALL, _END],
         [_header(), pb.EvaluateResponse(values=bytes(33)), _END],
         [_header(), pb.EvaluateResponse(values=bytes(16), offset=16), _END],
-        [_header(), _ALL, pb.EvaluateResponse(losses=bytes(8), timings=pb.Timings())],
+        [_header(), _ALL, _end(losses=8)],
+        [_header(), _ALL, _end(gradients=24)],
     ],
 )
 def test_a_broken_answer_is_an_internal_error(messages):
-    evaluation = Evaluation(bytes(32), Batch.of(_two_programs(), [[1.0], []]), loss=Loss.MSE)
+    evaluation = Evaluation(bytes(32), Batch.of(TWO, [[1.0], []]), loss=Loss.MSE, gradient=True)
+    assert codec.read_result(evaluation, FOUR_ROWS, [_header(), _ALL, _END]).gradients == [0.0]
     with pytest.raises(errors.InternalError, match="the server's answer"):
         codec.read_result(evaluation, FOUR_ROWS, messages)
 
 
 def test_an_answer_that_is_too_large_for_the_memory():
-    evaluation = Evaluation(bytes(32), Batch.of(_two_programs(), [[1.0], []]))
+    evaluation = Evaluation(bytes(32), Batch.of(TWO, [[1.0], []]))
     huge = dataclasses.replace(FOUR_ROWS, rows=2**60)
     with pytest.raises(errors.ResourceExhaustedError) as caught:
         codec.read_result(evaluation, huge, [_header(rows=2**60)])
@@ -282,10 +288,7 @@ def test_many_short_fields_are_refused_before_protobuf_sees_them(fields, nested)
     kind = pb.OptimizeRequest if nested else pb.EvaluateRequest
     if nested:
         data = codec.bytes_tag(1) + codec.varint(len(data)) + data
-    with pytest.raises(errors.InvalidArgumentError) as caught:
-        codec.parse_message(kind, data)
-    assert caught.value.reason == "MALFORMED_MESSAGE"
-    assert "256 fields" in caught.value.message
+    assert "256 fields" in refused("MALFORMED_MESSAGE", codec.parse_message, kind, data).message
 
 
 def test_neither_all_values_nor_those_of_the_leaves():
@@ -300,9 +303,8 @@ def test_neither_all_values_nor_those_of_the_leaves():
             parameter_counts=bytes(4),
         ),
     )
-    with pytest.raises(errors.InvalidArgumentError) as caught:
-        codec.evaluation_from_message(message).check(LAYOUT)
-    assert (caught.value.reason, caught.value.field) == ("LENGTH_MISMATCH", "values")
+    evaluation = codec.evaluation_from_message(message)
+    assert refused("LENGTH_MISMATCH", evaluation.check, LAYOUT).field == "values"
 
 
 # ------------------------------------------------------------------------ version of the contract
@@ -349,13 +351,6 @@ def test_the_version_grows_with_the_contract():
 
 
 TOLERANCES = st.none() | st.floats(0, 1)
-
-
-@st.composite
-def batches(draw):
-    drawn = draw(st.lists(programs(max_tokens=12), min_size=1, max_size=5))
-    vectors = draw(st.integers(1, 3))
-    return Batch.of(drawn, [np.ones((vectors, p.parameters)) for p in drawn])
 
 
 @st.composite
@@ -439,7 +434,13 @@ def test_reasons_and_wire_codes_agree():
     assert list(Reason) == list(REASONS)
 
 
-@pytest.mark.parametrize("changes", [{}, {"losses": b""}, {"reasons": b"\x09"}, None])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({}, {"losses": b""}, {"reasons": b"\x09"}, {"starts": b"\xff" * 4}),
+        *({"parameters": bytes(80)}, None),
+    ],
+)
 def test_a_broken_result_is_an_internal_error(changes):
     problem = Evaluation(bytes(32), Batch.of([Program.parameter(0)], [[1.0]]), loss=Loss.MSE)
     eight = dict.fromkeys(("parameters", "losses", "initial_losses"), bytes(8))
@@ -451,3 +452,174 @@ def test_a_broken_result_is_an_internal_error(changes):
         return
     with pytest.raises(errors.InternalError, match=r"the server's answer|has no result"):
         codec.read_fit(FitRequest(problem), sent)
+
+
+# ----------------------------------------------------------------------------------------- searches
+
+
+KEY = bytes(range(32))
+OPERATOR_NAMES = st.sampled_from(list(OPERATORS))
+PAIRS = st.tuples(OPERATOR_NAMES, OPERATOR_NAMES)
+COUNTS = st.integers(1, 2**32 - 1)
+FLOATS = st.floats(allow_nan=False)
+
+
+def arrays(*shape):
+    size = math.prod(shape)
+    numbers = st.lists(st.floats(-5, 5), min_size=size, max_size=size)
+    return numbers.map(lambda n: np.array(n).reshape(shape))
+
+
+@st.composite
+def guesses(draw, least=1):
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    programs = [random_program(rng, int(rng.integers(1, 9)), variables=3) for _ in range(least + 2)]
+    return Batch.of(programs, [rng.normal(size=program.parameters) for program in programs])
+
+
+RULES = st.builds(
+    Rules,
+    max_size=COUNTS,
+    max_depth=st.integers(0, 99),
+    complexities=st.dictionaries(OPERATOR_NAMES, COUNTS, max_size=3),
+    counts=st.dictionaries(OPERATOR_NAMES, st.integers(0, 9), max_size=3),
+    nesting=st.dictionaries(PAIRS, st.integers(0, 9), max_size=3),
+    arguments=st.dictionaries(OPERATOR_NAMES, st.tuples(st.integers(-1, 9), st.integers(-1, 9))),
+)
+TEMPLATES = st.builds(
+    Template,
+    st.just(np.array([1, 128, 2, 10], np.uint8)),
+    arrays(4),
+    st.lists(st.integers(1, 3), max_size=3).map(tuple),
+    st.integers(0, 2),
+)
+REQUESTS = st.builds(
+    SearchRequest,
+    dataset_id=st.just(KEY),
+    rows=st.none() | st.tuples(st.integers(0, 9), st.integers(10, 2**64 - 1)),
+    screening_rows=st.integers(1, 2**64 - 1),
+    operators=st.dictionaries(OPERATOR_NAMES, FLOATS, min_size=1),
+    variables=st.none() | st.lists(st.integers(0, 9), min_size=1).map(tuple),
+    rules=RULES,
+    units=st.none() | st.builds(Units, arrays(3, BASE_UNITS), st.none() | arrays(BASE_UNITS)),
+    loss=st.sampled_from(Loss),
+    form=st.sampled_from(Form),
+    template=st.none() | TEMPLATES,
+    definitions=st.dictionaries(OPERATOR_NAMES, st.just(parse("x1 + x2")), max_size=2),
+    monotonic=st.dictionaries(st.integers(0, 9), st.sampled_from([1, -1]), max_size=3),
+    group=st.none() | st.integers(0, 9),
+    guesses=st.none() | guesses(),
+    islands=st.integers(0, 2**32 - 1),
+    population=st.integers(0, 2**64 - 1),
+    pairs=st.booleans(),
+    fit_iterations=st.integers(0, 99),
+    seed=st.integers(0, 2**64 - 1),
+    max_seconds=st.floats(0, 1e9),
+    max_generations=st.integers(0, 2**64 - 1),
+    max_formulas=st.integers(0, 2**64 - 1),
+    idle_generations=st.integers(0, 2**64 - 1),
+    target_loss=FLOATS,
+)
+
+
+def plain(value):
+    """Return nested values that ``==`` compares: dataclasses as dicts, arrays as lists."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Program):
+        return value
+    if hasattr(value, "__dataclass_fields__"):
+        return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
+    return value
+
+
+@given(REQUESTS, st.booleans())
+def test_a_search_comes_out_as_it_went_in(request, is_custom):
+    if is_custom:
+        request = replace(request, loss=None, custom_loss=LossFunction.parse("abs(d)^1.5"))
+    message = search_codec.search_to_message(request).SerializeToString()
+    received = search_codec.search_from_message(search_codec.search_from_bytes(message))
+    assert plain(received) == plain(request)
+    assert received.loss_function == request.loss_function
+
+
+def test_what_is_left_out_has_its_default_and_operators_may_be_codes():
+    received = search_codec.search_from_message(pb.SearchRequest(content_id=KEY))
+    assert plain(received) == plain(SearchRequest(KEY))
+    add, power = (str(OPERATORS[name].code) for name in ("add", "pow"))
+    named = pb.SearchRequest(content_id=KEY, operators={"cos": 1.0, "add": 2.0, "exp": 3.0})
+    # A message does not keep their order, which would change the search of a seed.
+    assert list(search_codec.search_from_message(named).operators) == ["add", "exp", "cos"]
+    message = pb.SearchRequest(content_id=KEY, operators={add: 2.0, "7": 1.0})
+    message.rules.arguments[power].sizes.extend([-1, 1])
+    message.rules.nesting.add(outer=add, inner=add, most=1)
+    received = search_codec.search_from_message(message)
+    assert received.operators == {"add": 2.0, "7": 1.0}  # which the check refuses
+    assert received.rules.arguments == {"pow": (-1, 1)}
+    assert received.rules.nesting == {("add", "add"): 1}
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("content_id", b"short"),
+        ("loss", 77),
+        ("form", 77),
+        ("units", pb.SearchUnits(variables=b"123")),
+        ("guesses", pb.Programs(values=b"123")),
+    ],
+)
+def test_a_broken_request_is_refused(field, wrong):
+    message = pb.SearchRequest(content_id=KEY)
+    message.MergeFrom(pb.SearchRequest(**{field: wrong}))
+    with pytest.raises(InvalidArgumentError) as caught:
+        search_codec.search_from_message(message)
+    assert caught.value.field.partition(".")[0] == field
+
+
+@st.composite
+def progresses(draw):
+    batch = draw(guesses())
+    count = len(batch)
+    counters = {name: draw(st.integers(0, 2**64 - 1)) for name in ("formulas", "pairs", "restarts")}
+    front = Front(batch, np.arange(1, count + 1), draw(arrays(count)))
+    return SearchProgress(front, seconds=draw(st.floats(0, 1e9)), **counters)
+
+
+@given(progresses(), st.lists(st.sampled_from(SearchReason), max_size=1))
+def test_progress_comes_out_as_it_went_in(progress, ends):
+    sent = [progress, *(replace(progress, reason=reason) for reason in ends)]
+    data = [search_codec.progress_to_bytes(one) for one in sent]
+    end = search_codec.search_end(Timings(compute=7))
+    data = [*data[:-1], data[-1] + end] if ends else data
+    received = []
+    messages = map(pb.SearchResponse.FromString, data)
+    if ends:
+        assert search_codec.read_search(3, messages, received.append).compute == 7
+    else:
+        with pytest.raises(InternalError, match="no end"):
+            search_codec.read_search(3, messages, received.append)
+    assert [plain(one) for one in received] == [plain(one) for one in sent]
+
+
+STRANGE = search_codec.progress_to_bytes(
+    SearchProgress(Front(Batch.of([parse("x9")]), np.array([1]), np.array([0.5])))
+)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        [pb.SearchResponse()],
+        [pb.SearchResponse(end=pb.END_TIME)],
+        [pb.SearchResponse(end=77)],
+        [pb.SearchResponse(front=pb.Front(sizes=b"1234"))],
+        [pb.SearchResponse(front=pb.Front(programs=pb.Programs(codes=b"\1", values=bytes(8))))],
+        [pb.SearchResponse.FromString(STRANGE)],
+        [pb.SearchResponse.FromString(result_end(Timings()))],
+    ],
+)
+def test_a_broken_answer_of_a_search_is_an_internal_error(messages):
+    with pytest.raises(InternalError):
+        search_codec.read_search(3, iter(messages), lambda progress: None)

@@ -40,13 +40,15 @@ def same_program(read, program):
 TERMS = programs(max_tokens=14, operators=("neg", "add", "sub", "mul", "div"))
 
 
-@given(programs() | programs(max_tokens=8, constants=ANY_DOUBLE) | TERMS)
-def test_text_round_trip_keeps_every_bit(program):
-    text = to_text(program)
-    assert "+ -" not in text
-    assert "- -" not in text
-    assert to_text(parse(text)) == text
-    assert same_program(parse(text), program)
+@given(programs() | programs(max_tokens=8, constants=ANY_DOUBLE) | TERMS, st.just([]) | NAMES)
+def test_text_round_trip_keeps_every_bit(program, names):
+    text = to_text(program, names)
+    if not names:
+        assert "+ -" not in text
+        assert "- -" not in text
+    read = Parser(names).parse(text)
+    assert to_text(read, names) == text
+    assert same_program(read, program)
 
 
 @pytest.mark.parametrize(
@@ -69,11 +71,6 @@ def test_negative_terms_are_written_as_they_are_read(text, printed):
     np.testing.assert_array_equal(*values)
     for token in range(len(program)):
         assert locate(program, token)[0] == printed
-
-
-@given(programs(variables=4), NAMES)
-def test_text_round_trip_with_names(program, names):
-    assert same_program(Parser(names).parse(to_text(program, names)), program)
 
 
 def without_parentheses(text):
@@ -176,18 +173,14 @@ def test_latex_shows_each_operand_of_each_operator(row):
         assert text.count(f"x_{{{index}}}") == used.count(name) >= 1
 
 
-@pytest.mark.parametrize("form", [to_text, to_latex])
-@pytest.mark.parametrize("side", ["left", "right", "unary"])
-def test_deep_programs(form, side):
-    tokens = {
-        "left": "x1" + " + x2" * 5_000,
-        "right": "x1 ^ " * 5_000 + "x2",
-        "unary": "sin(" * 5_000 + "x2" + ")" * 5_000,
-    }[side]
-    program = Parser().parse(tokens)
-    assert len(form(program)) >= 25_000
-    if form is to_text:
-        assert Parser().parse(form(program)) == program
+@pytest.mark.parametrize(
+    "text", ["x1" + " + x2" * 5_000, "x1 ^ " * 5_000 + "x2", "sin(" * 5_000 + "x2" + ")" * 5_000]
+)
+def test_deep_programs(text):
+    program = Parser().parse(text)
+    assert len(to_latex(program)) >= 25_000
+    assert Parser().parse(to_text(program)) == program
+    assert readable(program) is program
 
 
 @given(program=programs(), pick=st.integers(0, 10**6), named=st.booleans())
@@ -262,19 +255,12 @@ def test_odd_forms_are_written_as_a_person_would(text, wanted):
 def test_values_are_those_of_the_program(program):
     rows = np.random.default_rng(0).normal(size=(max(1, program.variables), 50))
     program = program.bind(np.full(program.parameters, 1.5))
-    with np.errstate(all="ignore"):
-        wanted, found = (evaluate_program(each, rows) for each in (program, readable(program)))
+    wanted, found = (evaluate_program(each, rows) for each in (program, readable(program)))
     close = np.isclose(found, wanted, rtol=1e-9, atol=1e-300, equal_nan=True)
     assert (close | ~np.isfinite(wanted) | is_ill_conditioned(program, rows)).all(), str(program)
 
 
 def is_ill_conditioned(program: Program, rows) -> np.ndarray:
     """Tell where a relative change of 1e-12 of the rows changes values, as in sin(1e20*x)."""
-    with np.errstate(all="ignore"):
-        values = [evaluate_program(program, rows * (1.0 + e)) for e in (0.0, 1e-12, -1e-12, 3e-13)]
+    values = [evaluate_program(program, rows * (1.0 + e)) for e in (0.0, 1e-12, -1e-12, 3e-13)]
     return ~np.isclose(values[1:], values[0], rtol=1e-10, atol=0.0).all(axis=0)
-
-
-def test_long_programs_stay_as_they_are():
-    program = parse("+".join(["inv(T)"] * 600), THREE)
-    assert readable(program) is program

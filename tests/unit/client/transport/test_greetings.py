@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.servers.loopback import serve
+from support.servers.loopback import fail_calls, serve
 from support.servers.network import Proxy
 from warpfit import codec, testing
 from warpfit.transport import channel
@@ -18,20 +18,30 @@ X = np.arange(1.0, 5.0)[:, None]
 
 @pytest.fixture
 def served():
+    """A server, its servicer, and a client with data there."""
     server = testing.InProcessServer()
-    with serve(server) as (address, servicer):
-        yield server, servicer, address
+    with serve(server) as (address, servicer), warpfit.connect(address) as client:
+        yield server, servicer, client, client.upload(X, X[:, 0])
 
 
-def count_greetings(monkeypatch, server):
-    asked, answer = [], server.answer
+@pytest.fixture
+def proxied(served):
+    """A proxy before the server, and a client of it with data."""
+    (address,) = served[2]._failover.connection.target.addresses
+    with Proxy(address) as proxy, warpfit.connect(proxy.address) as client:
+        yield proxy, client, client.upload(X, X[:, 0])
 
-    def counting(request):
-        asked.extend([request.method] * (request.method == "GetServerInfo"))
-        return answer(request)
 
-    monkeypatch.setattr(server, "answer", counting)
-    return asked
+def answer_questions(monkeypatch, server, answer):
+    """Have each question for what the server is go through ``answer``, which may raise."""
+    usual = server.answer
+
+    def answered(request):
+        if request.method == "GetServerInfo":
+            answer()
+        return usual(request)
+
+    monkeypatch.setattr(server, "answer", answered)
 
 
 def evaluate(client, data, **options):
@@ -48,31 +58,27 @@ def evaluate(client, data, **options):
     ids=["evaluate", "timeout", "upload"],
 )
 def test_a_server_that_leaves_unknown_fields_out_is_refused(served, monkeypatch, call):
-    _, _, address = served
-    with warpfit.connect(address) as client:
-        data = client.upload(X, X[:, 0])
-        old = pb.ServerInfo(version="0.0.9", engine="cpu")
-        monkeypatch.setattr(codec, "info_to_message", lambda info: old)
-        monkeypatch.setattr(channel, "_SILENCE_SECONDS", 0.0)
-        with pytest.raises(warpfit.UnimplementedError, match=r"0\.0\.9") as caught:
-            call(client, data)
-        assert caught.value.reason == "SERVER_TOO_OLD"
-        assert client.info().contract == 0, "whoever asks which version it is gets to know"
+    _, _, client, data = served
+    old = pb.ServerInfo(version="0.0.9", engine="cpu")
+    monkeypatch.setattr(codec, "info_to_message", lambda info: old)
+    monkeypatch.setattr(channel, "_SILENCE_SECONDS", 0.0)
+    with pytest.raises(warpfit.UnimplementedError, match=r"0\.0\.9") as caught:
+        call(client, data)
+    assert caught.value.reason == "SERVER_TOO_OLD"
+    assert client.info().contract == 0, "whoever asks which version it is gets to know"
 
 
 def test_a_server_is_asked_once_a_connection_and_again_after_a_failure(served, monkeypatch):
-    server, _, address = served
-    asked = count_greetings(monkeypatch, server)
+    server, _, _, _ = served
+    asked = []
+    answer_questions(monkeypatch, server, lambda: asked.append(1))
+    (address,) = served[2]._failover.connection.target.addresses
     with warpfit.connect(address) as client:
         data = client.upload(X, X[:, 0])
         for _ in range(5):
             evaluate(client, data)
         assert len(asked) == 1
-        failing = [warpfit.UnavailableError("not now", "ENGINE_RESTARTING")]
-        answer = server.answer
-        monkeypatch.setattr(
-            server, "answer", lambda request: _raise(failing.pop()) if failing else answer(request)
-        )
+        fail_calls(server, "Evaluate", warpfit.UnavailableError("not now", "ENGINE_RESTARTING"))
         evaluate(client, data)
         assert len(asked) == 2, "it may be another version now"
         monkeypatch.setattr(channel, "_SILENCE_SECONDS", 0.05)
@@ -81,98 +87,73 @@ def test_a_server_is_asked_once_a_connection_and_again_after_a_failure(served, m
         assert len(asked) == 3, "and after a silence"
 
 
-def _raise(error):
-    raise error
-
-
 @pytest.mark.parametrize("timeout", [None, 0.5])
 def test_a_proxy_that_swallows_idle_connections_costs_a_moment(
-    served, monkeypatch, caplog, timeout
+    proxied, monkeypatch, caplog, timeout
 ):
     """It does so without a word, and gRPC's own pings would need half a minute."""
-    _, _, address = served
-    with Proxy(address) as proxy, warpfit.connect(proxy.address) as client:
-        data = client.upload(X, X[:, 0])
-        monkeypatch.setattr(channel, "_SILENCE_SECONDS", 0.05)
-        monkeypatch.setattr(channel, "_GREETING_SECONDS", 0.5)
-        for _ in range(2):
-            proxy.swallow()
-            before = proxy.connections
-            time.sleep(0.1)
-            np.testing.assert_array_equal(evaluate(client, data, timeout=timeout), 2 * X[:, 0])
-            assert proxy.connections == before + 1
-            assert "connecting anew" in caplog.text
-
-
-def test_a_server_that_is_really_gone_is_named(served, monkeypatch):
-    _, _, address = served
-    with Proxy(address) as proxy, warpfit.connect(proxy.address) as client:
-        data = client.upload(X, X[:, 0])
-        monkeypatch.setattr(channel, "_SILENCE_SECONDS", 0.05)
-        proxy.swallow(ever=True)
+    proxy, client, data = proxied
+    monkeypatch.setattr(channel, "_SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr(channel, "_GREETING_SECONDS", 0.3)
+    for _ in range(2):
+        proxy.swallow()
+        before = proxy.connections
         time.sleep(0.1)
-        with pytest.raises(warpfit.DeadlineExceededError, match="new connection"):
-            evaluate(client, data, timeout=0.6)
+        np.testing.assert_array_equal(evaluate(client, data, timeout=timeout), 2 * X[:, 0])
+        assert proxy.connections == before + 1
+        assert "connecting anew" in caplog.text
+
+
+def test_a_server_that_is_really_gone_is_named(proxied, monkeypatch):
+    proxy, client, data = proxied
+    monkeypatch.setattr(channel, "_SILENCE_SECONDS", 0.05)
+    proxy.swallow(ever=True)
+    time.sleep(0.1)
+    with pytest.raises(warpfit.DeadlineExceededError, match="new connection"):
+        evaluate(client, data, timeout=0.6)
 
 
 def test_what_a_server_says_of_the_time_of_a_question_is_told(served, monkeypatch):
     """A deadline that the server itself has ended is no silence of the connection."""
-    server, _, address = served
-    with warpfit.connect(address) as client:
-        data = client.upload(X, X[:, 0])
-        monkeypatch.setattr(channel, "_SILENCE_SECONDS", 0.0)
-        answer = server.answer
-        late = warpfit.DeadlineExceededError("all engines compile", "ENGINE_BUSY", "Wait")
+    server, _, client, data = served
+    monkeypatch.setattr(channel, "_SILENCE_SECONDS", 0.0)
 
-        def late_greetings(request):
-            return _raise(late) if request.method == "GetServerInfo" else answer(request)
+    def be_late():
+        raise warpfit.DeadlineExceededError("all engines compile", "ENGINE_BUSY", "Wait")
 
-        monkeypatch.setattr(server, "answer", late_greetings)
-        transport = client._failover.transport
-        before = transport._open[address]
-        for ask in (lambda: evaluate(client, data, timeout=5), client.info):
-            with pytest.raises(warpfit.DeadlineExceededError, match="all engines compile"):
-                ask()
-        assert transport._open[address] is before
+    answer_questions(monkeypatch, server, be_late)
+    before = dict(client._failover.transport._open)
+    for ask in (lambda: evaluate(client, data, timeout=5), client.info):
+        with pytest.raises(warpfit.DeadlineExceededError, match="all engines compile"):
+            ask()
+    assert client._failover.transport._open == before
 
 
 def test_calls_in_flight_keep_their_connection(served, monkeypatch):
     """An old connection is closed only when nobody waits there any more."""
-    server, servicer, address = served
-    with warpfit.connect(address) as client, ThreadPoolExecutor(1) as pool:
-        data = client.upload(X, X[:, 0])
+    server, servicer, client, data = served
+    with ThreadPoolExecutor(1) as pool:
         servicer.hang = True
         waiting = pool.submit(evaluate, client, data)
         assert servicer.hangs.wait(20)
         servicer.hang = False
         monkeypatch.setattr(channel, "_SILENCE_SECONDS", 0.0)
         monkeypatch.setattr(channel, "_GREETING_SECONDS", 0.1)
-        pauses, answer = [0.5], server.answer
-
-        def slow(request):
-            if request.method == "GetServerInfo" and pauses:
-                time.sleep(pauses.pop())
-            return answer(request)
-
-        monkeypatch.setattr(server, "answer", slow)
-        transport = client._failover.transport
+        pauses = [0.5]
+        answer_questions(monkeypatch, server, lambda: time.sleep(pauses.pop() if pauses else 0))
         np.testing.assert_array_equal(evaluate(client, data), 2 * X[:, 0])
-        assert len(transport._retired) == 1
+        assert len(client._failover.transport._retired) == 1
         servicer.cancelled.set()
         np.testing.assert_array_equal(waiting.result(20), 2 * X[:, 0])
-        assert not transport._retired
+        assert not client._failover.transport._retired
 
 
 # ------------------------------------------------------------------------------- unknown fields
 
 REQUESTS = (
     *(pb.EvaluateRequest, pb.OptimizeRequest, pb.UploadVariablesRequest, pb.OpenDatasetRequest),
-    *(
-        pb.GetVariablesRequest,
-        pb.ReleaseVariablesRequest,
-        pb.GetServerInfoRequest,
-        pb.SearchRequest,
-    ),
+    *(pb.GetVariablesRequest, pb.ReleaseVariablesRequest, pb.SearchRequest),
+    pb.GetServerInfoRequest,
 )
 UNKNOWN = b"\xf8\xff\x7f\x01"  # field 262,143 as a number
 

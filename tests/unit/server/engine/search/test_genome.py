@@ -495,6 +495,16 @@ def test_children_are_simplified_and_allowed(
             break
 
 
+def test_parents_are_the_best_of_one_to_four():
+    own, scores = Genes(cuda=False), np.random.default_rng(0).permutation(1000) / 1000
+    state = own.random(1)
+    chosen = np.array([own.call("tournament", state, scores, 500, 400) for _ in range(2000)])
+    assert ((chosen >= 500) & (chosen < 900)).all()
+    # Of k formulas the best one is better than the part k / (k + 1) of all.
+    ranks = np.searchsorted(np.sort(scores[500:900]), scores[chosen]) / 400
+    assert abs(ranks.mean() - np.mean([1 / 2, 1 / 3, 1 / 4, 1 / 5])) < 0.03
+
+
 def test_later_marks_of_structures_stay(genes):
     """The last generation that has a number of its own is that of all later ones."""
     marks = [

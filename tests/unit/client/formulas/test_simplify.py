@@ -1,17 +1,21 @@
-"""Exact simplification: known cases by hand, and random programs against the NumPy reference."""
+"""Exact simplification: known cases, random programs against the reference, and SymPy's algebra."""
 
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
+import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engines.operators import numbers, programs
-from warpfit import InvalidArgumentError, Program, ResourceExhaustedError, parse
+from support.refusals import refused
+from warpfit import Program, ResourceExhaustedError, parse
 from warpfit.expressions.reference import evaluate_program
+from warpfit.formulas import algebra
 from warpfit.formulas.rules import MOST_TOKENS
 from warpfit.ops import BY_CODE, CONSTANT, VARIABLE
 
@@ -84,8 +88,7 @@ def test_parameters_become_constants_if_they_are_given():
     assert program.simplify() == parse("x1*p1 + x1*p1*p2").simplify()
     assert program.simplify([2.0, 0.5]) == parse("3*x1")
     assert program.bind([2, 0.5]) == parse("2*x1 + 0.5*x1*2")
-    with pytest.raises(InvalidArgumentError, match="2 parameters"):
-        program.simplify([2.0])
+    refused("2 parameters", program.simplify, [2.0])
 
 
 def test_long_and_deep_programs_are_simplified_up_to_a_limit():
@@ -98,8 +101,8 @@ def test_long_and_deep_programs_are_simplified_up_to_a_limit():
         Program([VARIABLE, *[32] * MOST_TOKENS], [0.0] * (MOST_TOKENS + 1)).simplify()
 
 
-def perturbed(program, columns, parameters, rng, ulp=4):
-    """Evaluate with errors of up to ``ulp`` after each operator, and zeros of either sign.
+def perturbed(program, columns, parameters, rng, ulp=4, zero=None):
+    """Evaluate with errors of up to ``ulp`` after each operator, and zeros of any or a given sign.
 
     Returns:
         The values, and whether all numbers stay far from overflow and underflow, [rows].
@@ -124,7 +127,8 @@ def perturbed(program, columns, parameters, rng, ulp=4):
         noise = ulp * np.finfo(float).eps * rng.uniform(-1, 1, result.shape)
         largest = np.max([np.abs(o) for o in operands], axis=0)
         result = result + np.where(np.isfinite(largest) & np.isfinite(size), noise * size, 0.0)
-        return np.where(result == 0, np.copysign(0.0, rng.uniform(-1, 1, size.shape)), result)
+        signs = rng.uniform(-1, 1, size.shape) if zero is None else zero
+        return np.where(result == 0, np.copysign(0.0, signs), result)
 
     with np.errstate(all="ignore"):
         return program.fold(leaf, operator), in_range
@@ -133,7 +137,9 @@ def perturbed(program, columns, parameters, rng, ulp=4):
 def assert_agrees(program, simplified, columns, parameters, seed):
     """Compare where small errors change little, and numbers stay in range."""
     rng = np.random.default_rng(seed)
-    runs = [perturbed(program, columns, parameters, rng, ulp) for ulp in (0, *[4] * 7)]
+    # Random signs alone may be the same in all runs, and so would infinities that depend on them.
+    kinds = (0, 1.0), (4, -1.0), *[(4, None)] * 6
+    runs = [perturbed(program, columns, parameters, rng, *kind) for kind in kinds]
     found = evaluate_program(simplified, columns, parameters)
     usable = np.all([run[1] for run in runs], axis=0)
     usable &= perturbed(simplified, columns, parameters, rng)[1]
@@ -188,3 +194,54 @@ def test_the_order_of_operands_makes_no_difference(program, random):
         BY_CODE.get(code) for code in program.codes
     }
     assert swapped.simplify() == program.simplify()
+
+
+# -------------------------------------------------------------- algebra by SymPy in a child process
+
+
+def test_algebra_finds_what_the_rules_do_not_and_has_to_agree(monkeypatch):
+    monkeypatch.setattr(algebra, "SECONDS", 100.0)
+    program = parse("x1 + sin(x2)^2 + cos(x2)^2")
+    assert program.simplify(algebra=True) == parse("x1 + 1").simplify()
+    program = parse("(x1^2 - x2^2)/(x1 - x2)")
+    monkeypatch.setattr(algebra, "_answers", lambda text: ["x1 + x2", "x1", "x1*x2"])
+    assert program.simplify(algebra=True) == program.simplify()
+    assert program.simplify(algebra=True, assume_defined=True) == parse("x1 + x2")
+
+
+SLOW = "import sys, time\nprint('x1', flush=True)\nprint('x', end='', flush=True)\ntime.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("script", "answers"),
+    [
+        ("import os; os.abort()", []),
+        ("raise MemoryError", []),
+        ("print('x1')\nraise RecursionError", ["x1"]),
+        (SLOW, ["x1"]),  # what was found by the end of the time counts
+    ],
+)
+def test_a_child_that_fails_or_takes_long_is_no_error(monkeypatch, tmp_path, script, answers):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{script}"\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(algebra, "SECONDS", 1.5)
+    monkeypatch.setattr(algebra.sys, "executable", str(python))
+    assert algebra._answers("x1") == answers
+    program = parse("x1*x2 + x1*x3")
+    assert script == SLOW or program.simplify(algebra=True) == program.simplify()
+
+
+def test_every_kind_of_failure_of_sympy_costs_one_candidate(monkeypatch):
+    def fails(expression):
+        raise RecursionError
+
+    for name in ("simplify", "expand", "cancel"):
+        monkeypatch.setattr(sympy, name, fails)
+    assert "x1 * (x2 + x3)" in list(algebra._candidates("x1*x2 + x1*x3"))
+
+
+@pytest.mark.parametrize("call", [lambda p: p.simplify(algebra=True), lambda p: p.sympy()])
+def test_a_missing_sympy_is_named(monkeypatch, call):
+    monkeypatch.setitem(sys.modules, "sympy", None)
+    refused(r"pip install .*\[sympy\]", lambda: call(parse("x1*x2 + x1")))

@@ -1,20 +1,34 @@
-"""`Client.search`: its arguments, its result, and a search that is interrupted."""
+"""`Client.search`: its arguments and their checks, its result, and a search that is interrupted."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import warpfit
-from warpfit import search_codec, testing
+from support.refusals import refused
+from warpfit import parse, search_codec, testing
 from warpfit.calls.search import merged, unscaled
+from warpfit.dataset import Dataset
 from warpfit.errors import (
     FailedPreconditionError,
-    InvalidArgumentError,
     ResourceExhaustedError,
     UnavailableError,
 )
 from warpfit.ir import Batch
+from warpfit.ops import OPERATORS
 from warpfit.request import Timings
-from warpfit.searching import Form, Front, SearchProgress, SearchReason
+from warpfit.searching import (
+    BASE_UNITS,
+    Form,
+    Front,
+    Rules,
+    SearchProgress,
+    SearchReason,
+    SearchRequest,
+    Template,
+    Units,
+)
 from warpfit.v1 import evaluator_pb2 as pb
 
 X = np.random.default_rng(0).normal(size=(50, 3))
@@ -27,7 +41,7 @@ def data(client):
     return client.upload(X, Y, names=["a", "b", "c"], dtype="float64")
 
 
-def test_the_result_is_a_front_with_texts(client, data):
+def test_the_result_is_a_front_with_texts_and_a_callback_may_end_it(client, data):
     seen = []
     found = client.search(data, generations=3, progress=seen.append)
     assert found.reason == SearchReason.GENERATIONS
@@ -40,9 +54,6 @@ def test_the_result_is_a_front_with_texts(client, data):
     assert [one.reason for one in seen] == [None, SearchReason.GENERATIONS]
     assert "b" in repr(found)
     assert "ended by generations" in found._repr_html_()
-
-
-def test_a_callback_that_returns_true_ends_the_search(client, data):
     found = client.search(data, seconds=1e6, progress=lambda found: found.losses.min() < 1e-20)
     assert (found.reason, found.generations) == (SearchReason.CANCELLED, 0)
     assert client.search(data, formulas=5).reason == SearchReason.FORMULAS
@@ -79,13 +90,11 @@ def test_a_callback_that_returns_true_ends_the_search(client, data):
         ("BAD_SETTING", "progress", {"progress": 3}),
     ],
 )
-def test_a_mistake_is_named(reason, field, options):
+def test_a_mistake_in_a_call_is_named(reason, field, options):
     with testing.client() as client:
         data = client.upload(X, Y, names=["a", "b", "c"])
         budget = {} if reason == "BUDGET_MISSING" else {"formulas": 9}
-        with pytest.raises(InvalidArgumentError) as caught:
-            client.search(data, **(budget | options))
-        assert (caught.value.reason, caught.value.field) == (reason, field)
+        assert refused(reason, client.search, data, **budget | options).field == field
 
 
 # ----------------------------------------------------------------------------------- interruptions
@@ -157,11 +166,13 @@ def test_a_search_goes_on_from_its_front_with_what_is_left_of_the_budget():
     assert "interrupted 2 times" in repr(found)
 
 
-def test_guesses_of_the_caller_stay():
+def test_guesses_of_the_caller_stay_and_formulas_of_a_plain_search_are_whole():
     server, _ = search((FIRST, LOST), (LAST, None), guesses=["2.5*x1 + p1"])
     guesses = server.requests[1].guesses
     assert texts_of(guesses) == ["p2*x1+p1", "sin(p1*x1)"]
     assert guesses.parameters.tolist() == [1.0, 2.5, 2.0]
+    server, _ = search((FIRST, LOST), (LAST, None), form=Form.PLAIN)
+    assert "sin(p3*x1)*p1+p2" in texts_of(server.requests[1].guesses)
 
 
 def test_a_data_set_that_is_removed_meanwhile_is_sent_again():
@@ -172,13 +183,10 @@ def test_a_data_set_that_is_removed_meanwhile_is_sent_again():
     assert server.requests[1].max_seconds == 4.0
 
 
-def test_a_search_whose_budget_is_spent_ends_as_it_is_interrupted():
+def test_an_interrupted_search_ends_with_its_budget_or_is_given_up():
     server, found = search((FIRST, LOST), seconds=6.0)
     assert len(server.requests) == 1
     assert (found.reason, found.losses.min()) == (SearchReason.TIME, 3.0)
-
-
-def test_a_search_that_engines_die_of_again_and_again_is_given_up():
     with pytest.raises(FailedPreconditionError) as caught:
         search(*[(WORSE, LOST)] * 9, seconds=100)
     assert caught.value.reason == "SEARCH_INTERRUPTED"
@@ -221,11 +229,6 @@ def test_slope_and_intercept_are_no_part_of_a_guess(text, wanted):
     assert texts_of([unscaled(warpfit.parse(text))]) == [wanted.replace(" ", "")]
 
 
-def test_a_plain_search_goes_on_with_whole_formulas():
-    server, _ = search((FIRST, LOST), (LAST, None), form=Form.PLAIN)
-    assert "sin(p3*x1)*p1+p2" in texts_of(server.requests[1].guesses)
-
-
 def test_another_server_goes_on_where_one_was_lost():
     script = [(FIRST, LOST), (LAST, None)]
     servers = {"a:1": Interrupted(), "b:1": Interrupted()}
@@ -235,3 +238,130 @@ def test_another_server_goes_on_where_one_was_lost():
         found = client.search(client.upload(X, Y), seconds=10.0)
     assert [len(server.requests) for server in servers.values()] == [1, 1]
     assert (found.interruptions, found.reason) == (1, SearchReason.TIME)
+
+
+# -------------------------------------------------------------------------- the checks of a request
+
+
+ROWS = np.random.default_rng(0).normal(size=(20, 3))
+LAYOUT = Dataset.of(ROWS, ROWS[:, 0]).layout
+USUAL = SearchRequest(bytes(32), max_generations=1)
+EXPONENTS = np.eye(3, BASE_UNITS)
+LENGTH, MASS_AND_CURRENT = EXPONENTS[0], np.eye(BASE_UNITS)[1] + np.eye(BASE_UNITS)[3]
+ONE = Batch.of([parse("x1")])
+MANY = {(outer, inner): 0 for outer in [*OPERATORS][:13] for inner in [*OPERATORS][:5]}
+#: f(x1, x2)*p1 + exp(g(x3)); numbers are those of `warpfit.ops`.
+ADD, MUL, EXP = (OPERATORS[name].code for name in ("add", "mul", "exp"))
+FORM = np.array([1, 1, 128, 2, MUL, 1, 129, EXP, ADD], np.uint8)
+NUMBERS = np.array([0.0, 1.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0])
+TWICE = {"twice": parse("2*x1")}
+
+
+def template(arities=(2, 1), codes=FORM, numbers=NUMBERS, **given):
+    return {"template": Template(codes, numbers, arities, **given)}
+
+
+def parts(*texts):
+    return {"guesses": Batch.of([parse(text) for text in texts])}
+
+
+def rules(**given):
+    return {"rules": Rules(**given)}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"max_generations": 0, "max_seconds": 0.5},
+        {"rows": (3, 4), "variables": (2, 0), "group": 1},
+        {"guesses": ONE, "units": Units(EXPONENTS)},
+        {"units": Units(EXPONENTS, LENGTH, dimensionless_constants=True)},
+        template(),
+        template(fitted=2) | parts("x1 + x2", "x1", "2") | {"monotonic": {0: 1, 2: -1}},
+        {"definitions": TWICE, "operators": {"twice": 2.0}, **rules(counts={"twice": 1})},
+        rules(arguments={"pow": (-1, 1)}, nesting={("exp", "exp"): 0}, counts={"sin": 0}),
+        {"max_generations": 2**64 - 1, "seed": 2**64 - 1},
+    ],
+)
+def test_what_is_right_passes(given):
+    replace(USUAL, **given).check(LAYOUT)
+
+
+WRONG = [
+    ("BUDGET_MISSING", "max_seconds", {"max_generations": 0}),
+    ("BUDGET_MISSING", "max_seconds", {"max_generations": 0, "target_loss": 0.1}),
+    ("BAD_SETTING", "max_seconds", {"max_seconds": -1.0}),
+    ("BAD_SETTING", "max_generations", {"max_generations": 2**64}),
+    ("BAD_SETTING", "max_formulas", {"max_formulas": -1}),
+    ("BAD_SETTING", "idle_generations", {"idle_generations": -1}),
+    ("BAD_SETTING", "target_loss", {"target_loss": np.nan}),
+    ("BAD_SETTING", "screening_rows", {"screening_rows": 0}),
+    ("BAD_SETTING", "islands", {"islands": 2**20}),
+    ("BAD_SETTING", "population", {"population": 3, "islands": 4}),
+    ("BAD_SETTING", "fit_iterations", {"fit_iterations": -1}),
+    ("BAD_SETTING", "seed", {"seed": 2**64}),
+    ("ROWS_OUT_OF_RANGE", "rows", {"rows": (5, 5)}),
+    ("ROWS_OUT_OF_RANGE", "rows", {"rows": (0, 21)}),
+    ("BAD_SETTING", "operators", {"operators": {}}),
+    ("UNKNOWN_OPERATOR", "operators", {"operators": {"plus": 1.0}}),
+    ("BAD_SETTING", "the weight of add", {"operators": {"add": 0.0}}),
+    ("BAD_SETTING", "the weight of add", {"operators": {"add": np.nan}}),
+    ("NO_VARIABLES", "variables", {"variables": ()}),
+    ("VARIABLE_OUT_OF_RANGE", "variables", {"variables": (0, 3)}),
+    ("VARIABLE_OUT_OF_RANGE", "variables", {"variables": (-1,)}),
+    ("BAD_SETTING", "variables", {"variables": (1, 1)}),
+    ("CONFLICTING_SETTINGS", "variables", {"variables": (1, 2), "group": 1}),
+    ("BAD_GROUP", "group", {"group": 3}),
+    ("BAD_SETTING", "max_size", rules(max_size=0)),
+    ("BAD_SETTING", "max_size", rules(max_size=1_001)),
+    ("BAD_SETTING", "max_depth", rules(max_depth=-1)),
+    ("BAD_SETTING", "complexities of exp", rules(complexities={"exp": 0})),
+    ("BAD_SETTING", "counts of exp", rules(counts={"exp": -1})),
+    ("UNKNOWN_OPERATOR", "nesting", rules(nesting={("exp", "plus"): 1})),
+    ("BAD_SETTING", "rules of nesting", rules(nesting=MANY)),
+    ("BAD_SETTING", "nesting of sin in exp", rules(nesting={("exp", "sin"): -1})),
+    ("UNKNOWN_OPERATOR", "arguments", rules(arguments={"plus": (1, 1)})),
+    ("BAD_SETTING", "arguments of pow", rules(arguments={"pow": (1, 0)})),
+    ("BAD_UNITS", "units", {"units": Units(EXPONENTS[:2])}),
+    ("BAD_UNITS", "units", {"units": Units(EXPONENTS * np.nan)}),
+    ("BAD_UNITS", "units", {"units": Units(EXPONENTS, LENGTH[:3])}),
+    ("UNSATISFIABLE", "units", {"units": Units(EXPONENTS, MASS_AND_CURRENT, True)}),
+    ("UNSATISFIABLE", "units", {"units": Units(EXPONENTS, LENGTH, True), "variables": (1, 2)}),
+    (
+        *("UNSATISFIABLE", "units"),
+        {"units": Units(EXPONENTS, 3 * EXPONENTS[0], True), "operators": {"add": 1.0, "exp": 1.0}},
+    ),
+    ("BAD_TEMPLATE", "template", template(())),
+    ("BAD_TEMPLATE", "template", template((1,) * 9)),
+    ("BAD_TEMPLATE", "template", template((2, 2))),
+    ("BAD_TEMPLATE", "template", template(codes=FORM[:-1], numbers=NUMBERS[:-1])),
+    ("BAD_TEMPLATE", "template", template(numbers=NUMBERS[:-1])),
+    ("BAD_TEMPLATE", "template", template((2, 1, 1))),
+    ("BAD_TEMPLATE", "template", template(numbers=NUMBERS + 0.5)),
+    ("BAD_TEMPLATE", "template", template(numbers=NUMBERS + 2.0)),
+    ("BAD_TEMPLATE", "template", template(codes=FORM[:0], numbers=NUMBERS[:0])),
+    ("BAD_TEMPLATE", "template", template(fitted=3)),
+    ("BAD_SETTING", "guesses", template() | {"guesses": ONE}),
+    ("BAD_SETTING", "guesses", template() | parts("x1", "x2", "1")),
+    ("BAD_SETTING", "guesses", {"definitions": TWICE} | parts("x4")),
+    ("BAD_SETTING", "the definition of add", {"definitions": {"add": parse("x1")}}),
+    ("BAD_SETTING", "the definition of f", {"definitions": {"f": parse("x2")}}),
+    ("BAD_SETTING", "the definition of f", {"definitions": {"f": parse("p1*x1")}}),
+    ("BAD_SETTING", "the definition of f", {"definitions": {"f": parse("x1 + x2 + x3 + x4")}}),
+    ("BAD_SETTING", "monotonic", {"monotonic": {3: 1}}),
+    ("BAD_SETTING", "monotonic", {"monotonic": {0: 2}}),
+    ("CONFLICTING_SETTINGS", "guesses", {"guesses": ONE, "variables": (1,)}),
+    ("VARIABLE_OUT_OF_RANGE", "programs", {"guesses": Batch.of([parse("x4")])}),
+    ("BAD_SETTING", "vectors of guesses", {"guesses": Batch.of([parse("p1")], [[[1], [2]]])}),
+]
+
+
+@pytest.mark.parametrize(("reason", "field", "given"), WRONG)
+def test_a_mistake_is_named(reason, field, given):
+    assert refused(reason, lambda: replace(USUAL, **given).check(LAYOUT)).field == field
+
+
+def test_data_without_a_target_are_refused_and_the_operator_that_was_meant_is_named():
+    refused("TARGET_MISSING", lambda: USUAL.check(Dataset.of(ROWS).layout))
+    refused("Did you mean square", lambda: replace(USUAL, operators={"squared": 1.0}).check(LAYOUT))

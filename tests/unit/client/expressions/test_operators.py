@@ -1,15 +1,19 @@
-"""The NumPy reference, against values worked out by hand and scikit-learn's metrics."""
+"""The operators: their codes, values worked out by hand, and derivatives."""
 
 import math
+from functools import partial
 
 import mpmath
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from support.engines.operators import edge_values
+from support.engines.operators import edge_values, programs
 from warpfit.expressions import reference, special
+from warpfit.expressions.reference import differentiate, evaluate_program
 from warpfit.ir import Program
-from warpfit.ops import OPERATORS
+from warpfit.ops import FIRST_OPERATOR, KERNEL_FUNCTIONS, OPERATORS, VARIABLE, Operator
 
 INF, NAN = math.inf, math.nan
 
@@ -155,10 +159,163 @@ def test_digamma_has_thirteen_digits():
     with np.errstate(all="ignore"):
         error = np.abs(special.digamma(a) - exact) / np.maximum(np.abs(exact), 0.1)
     assert error.max() < 1e-13
-
-
-def test_digamma_at_poles_and_limits():
     a = np.array([0.0, -0.0, -1.0, -7.0, -1e300, -np.inf, np.inf, np.nan, 5e-324, 1e308])
     wanted = [-np.inf, np.inf, 0.0, 0.0, 0.0, 0.0, np.inf, np.nan, -np.inf, np.log(1e308)]
     with np.errstate(all="ignore"):
         np.testing.assert_allclose(special.digamma(a), wanted, rtol=1e-15)
+
+
+# -------------------------------------------------------------------------------- codes and kernels
+
+
+#: Codes are a contract with every client ever built: a line here never changes.
+CODES = {
+    **{"add": 16, "sub": 17, "mul": 18, "div": 19, "pow": 20, "neg": 21, "abs": 22, "log": 23},
+    **{"exp": 24, "sqrt": 25, "inv": 26, "square": 27, "cube": 28, "cbrt": 29, "min": 30},
+    **{"max": 31, "sin": 32, "cos": 33, "tan": 34, "asin": 35, "acos": 36, "atan": 37},
+    **{"atan2": 38, "sinh": 39, "cosh": 40, "tanh": 41, "log1p": 42, "expm1": 43, "log2": 44},
+    **{"log10": 45, "floor": 46, "ceil": 47, "sign": 48, "lt": 49, "le": 50, "gt": 51, "ge": 52},
+    **{"eq": 53, "ne": 54, "and": 55, "or": 56, "not": 57, "where": 58, "fma": 59, "aq": 60},
+    **{"logabs": 61, "sqrtabs": 62, "powabs": 63, "logistic": 64, "erf": 65, "relu": 66},
+    **{"pdiv": 67, "plog": 68, "pinv": 69, "zdiv": 70, "gamma": 71, "lgamma": 72},
+    **{"mod": 73, "round": 74, "erfc": 75},
+}
+
+KERNEL_NAMESPACE = {
+    **{name: getattr(np, name) for name in KERNEL_FUNCTIONS & set(dir(np))},
+    **{name: getattr(special, name) for name in ("erf", "erfc", "tgamma", "lgamma", "digamma")},
+    **{"pow": special.power, "select": np.where},
+    **{"asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "atan2": np.arctan2},
+}
+
+
+def kernel(text, **operands):
+    with np.errstate(all="ignore"):
+        return np.asarray(eval(text, {**KERNEL_NAMESPACE, **operands}), dtype=np.float64)
+
+
+def test_codes_are_frozen():
+    assert {name: row.code for name, row in OPERATORS.items()} == CODES
+    assert len(set(CODES.values())) == len(CODES)
+    assert all(FIRST_OPERATOR <= code < 256 for code in CODES.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "point", "gradient"),
+    [
+        ("abs", (0.0,), (0,)),
+        ("relu", (0.0,), (0,)),
+        ("sign", (0.0,), (0,)),
+        ("floor", (2.0,), (0,)),
+        ("sqrtabs", (0.0,), (0,)),
+        ("min", (1.5, 1.5), (1, 0)),
+        ("max", (1.5, 1.5), (1, 0)),
+        ("pow", (0.0, 0.0), (0, 0)),
+        ("pow", (0.0, 1.0), (1, 0)),
+        ("pow", (-2.0, 0.0), (0, np.nan)),
+        ("powabs", (0.0, 2.0), (0, 0)),
+        ("powabs", (-2.0, 3.0), (-12, 8 * np.log(2))),
+        ("pdiv", (3.0, 0.0), (0, 0)),
+        ("zdiv", (3.0, 0.0), (0, 0)),
+        ("plog", (0.0,), (0,)),
+        ("pinv", (0.001,), (0,)),
+        ("where", (0.0, 5.0, 6.0), (0, 0, 1)),
+        ("where", (np.nan, 5.0, 6.0), (0, 1, 0)),
+        ("logistic", (1000.0,), (0,)),
+        ("tanh", (1000.0,), (0,)),
+        ("gamma", (0.0,), (-np.inf,)),
+        ("gamma", (-1.0,), (np.nan,)),
+        ("lgamma", (-1.0,), (0,)),
+        ("lgamma", (0.0,), (-np.inf,)),
+        ("lgamma", (np.inf,), (np.inf,)),
+        ("mod", (6.0, 3.0), (1, -2)),
+        ("mod", (-1e300, 7.0), (1, 1e300 / 7)),
+        ("mod", (1.0, 0.1), (1, -9)),
+        ("mod", (5.0, np.inf), (1, 0)),
+        ("round", (2.5,), (0,)),
+    ],
+)
+def test_derivative_at_kinks_and_limits(name, point, gradient):
+    row = OPERATORS[name]
+    operands = dict(zip(row.operands, map(np.float64, point), strict=True))
+    r = kernel(row.kernel, **operands)
+    got = [kernel(text, **operands, r=r) for text in row.derivative]
+    np.testing.assert_allclose(got, gradient, rtol=1e-15)
+
+
+# -------------------------------------------------------------------------------------- derivatives
+
+
+def points(row: Operator) -> np.ndarray:
+    """Operands at a distance from every kink and pole, where the operator is defined."""
+    drawn = np.random.default_rng(row.code).uniform(-3, 3, size=(row.arity, 4000))
+    kinks = drawn - 0.5 if row.name == "round" else drawn
+    clear = (np.abs(kinks - np.round(kinks)) > 0.2).all(axis=0)
+    if row.arity > 1:
+        clear &= (np.abs(drawn[0] - drawn[1]) > 0.1) & (np.abs(drawn[1]) > 0.1)
+    if row.name == "mod":
+        quotient = drawn[0] / drawn[1]
+        clear &= np.abs(quotient - np.round(quotient)) > 0.03 * (1 + abs(quotient)) / abs(drawn[1])
+    if row.name == "tan":
+        clear &= np.abs(np.cos(drawn[0])) > 0.3
+    with np.errstate(all="ignore"):
+        clear &= np.isfinite(row.numpy(*drawn)) & (np.abs(row.numpy(*drawn)) < 1e3)
+    chosen = drawn[:, clear]
+    assert chosen.shape[1] > 50
+    return chosen
+
+
+def applied(name: str) -> Program:
+    return Program.apply(name, *(Program.variable(k) for k in range(OPERATORS[name].arity)))
+
+
+def difference(function, at: np.ndarray, index: int, step: float) -> np.ndarray:
+    """Central difference of order eight by ``at[index]``."""
+    total = 0.0
+    for distance, weight in ((1, 672), (2, -168), (3, 32), (4, -3)):
+        for sign in (1, -1):
+            shifted = at.copy()
+            shifted[index] += sign * distance * step
+            total = total + sign * weight * function(shifted)
+    return total / (840 * step)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_against_differences(name):
+    row = OPERATORS[name]
+    at = points(row)
+    program = applied(name)
+    _, slopes = differentiate(program, at, by=VARIABLE)
+    for index in range(row.arity):
+        want = difference(partial(evaluate_program, program), at, index, 0.004)
+        defined = np.isfinite(want) & np.isfinite(slopes[index])
+        assert defined.mean() > 0.4
+        np.testing.assert_allclose(slopes[index][defined], want[defined], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_finite_values_have_derivatives_that_are_numbers(name):
+    """But for powers of negative numbers by their exponent."""
+    arity = OPERATORS[name].arity
+    indices = np.indices([6] * arity).reshape(arity, -1)
+    columns = np.array([0.0, -0.0, 1.0, -1.0, 0.5, -2.0])[indices]
+    values, slopes = differentiate(applied(name), columns, by=VARIABLE)
+    if name == "pow":
+        slopes[1, columns[0] < 0] = 0.0
+    assert not np.isnan(slopes[:, np.isfinite(values)]).any()
+
+
+SMOOTH = ("add", "sub", "mul", "neg", "sin", "cos", "atan", "tanh", "square", "aq", "logistic")
+
+
+@given(programs(20, variables=2, parameters=2, operators=SMOOTH, constants=st.floats(-2, 2)))
+def test_random_programs_against_differences(program):
+    x = np.array([[0.3, -1.2, 0.7], [1.1, 0.4, -0.6]])
+    p = np.array([0.8, -0.5])
+    values, slopes = differentiate(program, x, p)
+    np.testing.assert_array_equal(values, evaluate_program(program, x, p))
+    assert slopes.shape == (2, 3)
+    for index in range(2):
+        want = difference(partial(evaluate_program, program, x), p, index, 1e-3)
+        scale = 1 + np.abs(want)
+        np.testing.assert_allclose(slopes[index] / scale, want / scale, rtol=1e-8, atol=1e-8)
