@@ -65,6 +65,8 @@ _MOST_BATCHES: Final = 8
 #: Characters of a keyword's type that help shows.
 _MOST_SHOWN: Final = 150
 _MOST_TOKENS: Final = 1 << 17
+#: What says which parameters are fixed.
+_TRUTHS: Final = "a truth value for each parameter, such as [True, False], and no indices or names"
 
 # ---------------------------------------------------------------------------------------- keywords
 
@@ -618,22 +620,14 @@ def _settings(
 
 
 def _fixed(given: Any, counts: NDArray[np.uint32], single: bool) -> NDArray[np.bool_] | None:
-    """Return a truth value for each parameter of each program, [sum(counts)]; None for none.
-
-    Other numbers than 0 and 1, and names, are refused: they may be meant for single parameters.
-    """
+    """Return a truth value for each parameter of each program, [sum(counts)]; None for none."""
     names = given if isinstance(given, list | tuple) else [given]
-    if any(isinstance(name, str) for name in names):
-        raise _no_truth(given)
-    found = _flat(given, counts, single, "fixed", False)
-    if found is not None and not np.isin(found, (0.0, 1.0)).all():
-        raise _no_truth(given)
+    has_names = any(isinstance(name, str) for name in names)
+    found = None if has_names else _flat(given, counts, single, "fixed", False)
+    # Another number may be meant for the index of a parameter, as text for its name.
+    if has_names or not (found is None or np.isin(found, (0.0, 1.0)).all()):
+        raise bad_setting("fixed", given, _TRUTHS)
     return None if found is None else found != 0.0
-
-
-def _no_truth(given: Any) -> InvalidArgumentError:
-    wanted = "a truth value for each parameter, such as [True, False], and no indices or names"
-    return bad_setting("fixed", given, wanted)
 
 
 def _flat(
@@ -650,7 +644,7 @@ def _flat(
     needs_truth = name == "fixed"
     if np.isscalar(given):
         if needs_truth and not isinstance(given, bool | np.bool_) and (counts > 1).any():
-            raise _no_truth(given)
+            raise bad_setting(name, given, _TRUTHS)
         return np.full(int(counts.sum()), number(given, name))
     if isinstance(given, Set | Mapping):
         require_order(given, name)
@@ -675,7 +669,7 @@ def _flat(
             entry = [otherwise if value is None else value for value in entry]
         read = real_numbers(entry, name, place="position")
         if needs_truth and read.size == 1 < count and read.dtype != np.bool_:
-            raise _no_truth(given)
+            raise bad_setting(name, given, _TRUTHS)
         values = read.astype(np.float64).ravel()
         if len(values) not in (1, count):
             raise InvalidArgumentError(
