@@ -46,7 +46,7 @@ def nist(client: warpfit.Client, folder: Path | None) -> None:
         data, ["p1*(1 - exp(-p2*x))"], [[500.0, 1e-4]], accuracy="final", covariance=True
     )
     digits = -np.log10(np.abs(fit.parameters[0] / CERTIFIED - 1.0)).min()
-    print(f"NIST Misra1a: {fit.formula()}, {digits:.1f} certified digits")
+    print(f"NIST Misra1a: {fit.texts[0]}, {digits:.1f} certified digits")
     draw(folder, "nist", "volume", "pressure", fit, [("Misra1a", *MISRA.T)], 0)
 
 
@@ -100,7 +100,7 @@ def draw(
     axes.plot(at, values, "o", color="#dd6b20", label=label)
     line = np.linspace(0.0 if at.min() < 1.0 else at.min(), at.max(), 200)[1:]
     band = fit.band(line, place)
-    axes.plot(line, band.values, color="#2b6cb0", label=str(fit.formula(place)))
+    axes.plot(line, band.values, color="#2b6cb0", label=fit.texts[place])
     axes.fill_between(line, band.low, band.high, color="#2b6cb0", alpha=0.2)
     save(figure, axes, folder / f"gallery_{name}.svg")
 

@@ -32,6 +32,7 @@ from warpfit.errors import (
     UnavailableError,
     UnimplementedError,
     WarpfitError,
+    attribute_error,
     did_you_mean,
 )
 from warpfit.fitting import Accuracy, Method, Reason
@@ -63,6 +64,12 @@ _ESTIMATORS: Final = (
     *("ParameterOptimizer", "SymbolicClassifier", "SymbolicRegressor", "SymbolicTransformer"),
 )
 
+#: Methods of clients by their names and by those of other packages.
+_METHODS: Final = {
+    **{name: name for name in ("evaluate", "optimize", "propose", "search", "upload")},
+    **dict.fromkeys(("fit", "curve_fit", "minimize", "least_squares"), "optimize"),
+}
+
 __all__ = ["Accuracy", "AsyncClient", "Batch", "CancelledError", "Client", "Closing"]
 __all__ += ["DatasetNotFoundError", "DeadlineExceededError", "FailedPreconditionError"]
 __all__ += ["InternalError", "InvalidArgumentError", "Loss", "LossFunction", "Method", "ParseError"]
@@ -92,7 +99,11 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(message)
     if name in _ESTIMATORS:
-        raise AttributeError(f"{message}. Write: from warpfit.sklearn import {name}")
-    if find_spec(f"warpfit.{name}") is not None:
-        raise AttributeError(f"{message}. Write: import warpfit.{name}")
-    raise AttributeError(f"{message}. {did_you_mean(name, __dir__(), '')}".rstrip(". "))
+        remedy = f"Write: from warpfit.sklearn import {name}"
+    elif find_spec(f"warpfit.{name}") is not None:
+        remedy = f"Write: import warpfit.{name}"
+    elif name in _METHODS:
+        remedy = f"Use {_METHODS[name]} of a client: warpfit.connect(), or warpfit.local()"
+    else:
+        remedy = did_you_mean(name, __dir__(), "")
+    raise attribute_error(message, remedy)

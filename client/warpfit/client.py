@@ -46,6 +46,7 @@ from warpfit.errors import (
     InvalidArgumentError,
     ProgramError,
     UnavailableError,
+    explains_keywords,
     no_attribute,
 )
 from warpfit.evidence import gather
@@ -176,7 +177,7 @@ class Client:
             ResourceExhaustedError: if the server has no room for it.
             DeadlineExceededError: if ``timeout`` passes.
         """
-        arguments.check_keywords(options, UploadOptions)
+        arguments.check_keywords(options, UploadOptions, "y", "weights")
         deadline = deadline_of(options.get("timeout"))
         dataset = arguments.build_dataset(X, y, weights, options)
         failover, size = self._failover, dataset.layout.nbytes
@@ -330,7 +331,7 @@ class Client:
 
         Arguments and errors are those of `evaluate`; ``values=True`` asks for values beside a loss.
         """
-        arguments.check_keywords(options, EvaluateOptions)
+        arguments.check_keywords(options, EvaluateOptions, "parameters")
         deadline = deadline_of(options.get("timeout"))
         evaluation, leading_axis = arguments.build_evaluation(
             data, expressions, parameters, values, options, self._batches
@@ -409,7 +410,7 @@ class Client:
             DeadlineExceededError: if ``timeout`` passes and ``partial`` is not set.
             UnimplementedError: if the server's engine computes no derivatives.
         """
-        arguments.check_keywords(options, FitOptions)
+        arguments.check_keywords(options, FitOptions, "parameters")
         deadline = deadline_of(options.get("timeout"))
         fit = arguments.build_fit(data, expressions, parameters, options, self._batches)
         total = searches(fit)
@@ -488,7 +489,7 @@ class Client:
             DeadlineExceededError: if ``timeout`` passes.
             UnimplementedError: if the server's engine computes no derivatives.
         """
-        arguments.check_keywords(options, SimplifyOptions)
+        arguments.check_keywords(options, SimplifyOptions, "parameters")
         task = SimplifyTask(data, expressions, parameters, options)
         found = task.proceed()
         while not isinstance(found, Simplification):
@@ -561,7 +562,7 @@ class Client:
 
             found = client.search(data, seconds=10, progress=print)
             print(found)
-            print(found.best, found.losses[-1], found.reason)
+            print(found.texts[-1], found.losses[-1], found.reason)
 
         The engine breeds, scores and fits formulas until the budget is spent. If an engine or a
         server is lost meanwhile, the search goes on from its last front with what is left of the
@@ -693,6 +694,14 @@ def not_made_so(given: Any, name: str, function: str) -> InvalidArgumentError:
     )
 
 
+#: What stands for keywords of other packages in `connect`.
+CONNECTING: Final = {
+    **dict.fromkeys(("host", "port", "url", "server"), 'Write the address as "HOST:PORT"'),
+    "timeout": "Give timeout= to each call; wait= is for a server that is starting",
+}
+
+
+@explains_keywords(**CONNECTING)
 def connect(
     address: Address = None,
     *,
@@ -745,6 +754,7 @@ def _naming_the_program(expressions: Any, batch: Batch, names: tuple[str, ...]) 
         raise
 
 
+@explains_keywords('Give flags of `warpfit serve`, such as local("--devices", "cpu")')
 @contextmanager
 def local(*flags: str) -> Iterator[Client]:
     """Start a server on this machine for the time of a ``with`` block, and connect to it.

@@ -19,17 +19,26 @@
 """
 
 import difflib
-from collections.abc import Iterable, KeysView, Mapping, Set
+from collections.abc import Callable, Iterable, KeysView, Mapping, Set
 from dataclasses import dataclass, fields
+from functools import wraps
 from importlib.util import find_spec
+from inspect import signature
 from itertools import islice
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: Largest size of each text in bytes. An error travels in trailing metadata, which contain its
 #: texts up to four times, encoded; gRPC drops a call whose metadata are larger than 8 KiB.
 _MOST_BYTES: Final = {"message": 480, "remedy": 240, "field": 128, "reason": 64}
 #: Most names that one is compared with: a table may have many columns.
 _MOST_COMPARED: Final = 2_000
+#: Least similarity, as difflib has it, of a slip and the word that is meant: below it words such as
+#: params and partial, or cosine and cospi, are taken for each other.
+_SIMILAR: Final = 0.75
+#: Most characters of a list of names in a remedy, which has room for little more.
+_MOST_LISTED: Final = 170
 #: Name of the metadata entry with the id of a call, in the request and in every answer.
 REQUEST_ID_KEY: Final = "x-request-id"
 #: The class to raise for each gRPC status name; any other status becomes InternalError.
@@ -219,9 +228,64 @@ def did_you_mean(name: object, known: Iterable[object], otherwise: str, suffix: 
         otherwise: the remedy where none is similar.
         suffix: text behind a name, such as "=" behind keywords.
     """
-    by_letters = {str(one).lower(): str(one) for one in islice(known, _MOST_COMPARED)}
-    close = difflib.get_close_matches(str(name)[:100].lower(), by_letters, n=1, cutoff=0.6)
-    return f"Did you mean {by_letters[close[0]]}{suffix}?" if close else otherwise
+    close = similar(name, known)
+    return f"Did you mean {close[0]}{suffix}?" if close else otherwise
+
+
+def similar(
+    name: object, known: Iterable[object], most: int = 1, least: float = _SIMILAR
+) -> list[str]:
+    """Return the closest known names, at most so many, of a least similarity from 0 to 1.
+
+    One that begins with the name, as a longer word does with a shortened one, comes first.
+    """
+    by_letters: dict[str, str] = {}
+    for one in islice(known, _MOST_COMPARED):
+        by_letters.setdefault(str(one).lower(), str(one))
+    given = str(name)[:100].lower()
+    longer = [one for one in by_letters if len(given) > 3 and one.startswith(given)]
+    close = [*longer[:1], *difflib.get_close_matches(given, by_letters, most, least)]
+    return [by_letters[each] for each in dict.fromkeys(close)][:most]
+
+
+def nearest_first(name: object, known: Iterable[object]) -> str:
+    """Return a list of names for a remedy; if not all have room, those most like ``name``."""
+    names = list(map(str, islice(known, _MOST_COMPARED)))
+    if len(listed := ", ".join(names)) <= _MOST_LISTED:
+        return listed
+    listed = ", ".join(similar(name, names, _MOST_COMPARED, 0.0))
+    return f"{listed[:_MOST_LISTED].rpartition(', ')[0]}, ..."
+
+
+def unknown_keyword(
+    name: str, known: Iterable[str], remedy: str | None, otherwise: str = ""
+) -> InvalidArgumentError:
+    """Return the error for a keyword that a call has not, with a remedy or those that it has."""
+    names = list(known)
+    usual = did_you_mean(name, names, otherwise or f"Use {nearest_first(name, names)}", "=")
+    what = f"there is no keyword {name!r}"
+    return InvalidArgumentError(what, "UNKNOWN_KEYWORD", remedy or usual, name)
+
+
+def explains_keywords(otherwise: str = "", **words: str) -> Callable[[F], F]:
+    """Have a function refuse a keyword that it has not, as the methods of clients do.
+
+    ``words`` are remedies for keywords of other packages, and ``otherwise`` is that for others.
+    """
+
+    def decorate(function: F) -> F:
+        known = [name for name in signature(function).parameters if name != "self"]
+
+        @wraps(function)
+        def checked(*arguments: Any, **keywords: Any) -> Any:
+            for name in keywords:
+                if name not in known:
+                    raise unknown_keyword(name, known, words.get(name), otherwise)
+            return function(*arguments, **keywords)
+
+        return cast(F, checked)
+
+    return decorate
 
 
 def no_attribute(
@@ -237,9 +301,14 @@ def no_attribute(
     """
     message = f"{owner!r} object has no attribute {name!r}"
     if name in (words or {}):
-        return AttributeError(f"{message}. Use {(words or {})[name]}")
+        return attribute_error(message, f"Use {(words or {})[name]}")
     remedy = did_you_mean(name, [one for one in known if not one.startswith("_")], "")
-    return AttributeError(f"{message}. {remedy}" if remedy and name[0] != "_" else message)
+    return attribute_error(message, remedy if name[0] != "_" else "")
+
+
+def attribute_error(message: str, remedy: str) -> AttributeError:
+    """Return an error to which Python adds no guess of its own, as it does without an object."""
+    return AttributeError(f"{message}. {remedy}" if remedy else message, obj=message)
 
 
 def list_of_texts(

@@ -52,6 +52,7 @@ from warpfit.errors import (
     ResourceExhaustedError,
     WarpfitError,
     did_you_mean,
+    nearest_first,
     require,
 )
 from warpfit.expressions.language import DIGITS, to_latex, to_text
@@ -484,7 +485,7 @@ class Tools:
             table = await self._table(data)
             target = _require_target(table)
             if over is not None and over not in table.names:
-                remedy = did_you_mean(over, table.names, f"Use {', '.join(table.names)}")
+                remedy = did_you_mean(over, table.names, f"Use {nearest_first(over, table.names)}")
                 raise ToolError(f"there is no column {over!r}. {remedy}")
             async with self._uploaded(caller, data) as uploaded:
                 answer = await caller.client.run(uploaded, expression, parameters, values=True)

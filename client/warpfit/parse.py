@@ -38,7 +38,6 @@ token code of its own, above the table's.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import string
@@ -56,7 +55,13 @@ from typing import Any, Final, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import InvalidArgumentError, ParseError, list_of_texts
+from warpfit.errors import (
+    InvalidArgumentError,
+    ParseError,
+    list_of_texts,
+    nearest_first,
+    similar,
+)
 from warpfit.expressions.language import (
     ALIASES,
     AMBIGUOUS_DIVISIONS,
@@ -489,9 +494,21 @@ class Parser:
         return _Reader(self, text).read()
 
 
-#: An equation such as "y = p1*x1": its sign, and what stands behind it.
 #: Names of packages, whose functions have none here.
 _PACKAGES: Final = frozenset({"np", "numpy", "math", "sympy", "sp", "jnp", "torch"})
+#: What is meant by names of functions that are like no name of ours, or like that of another one.
+_MEANT: Final = {
+    **{"cosine": "cos", "sine": "sin", "tangent": "tan", "tg": "tan", "arctg": "atan"},
+    **{"ctg": "cot", "cotan": "cot", "sh": "sinh", "ch": "cosh", "th": "tanh", "lg": "log10"},
+    **{"if": "where", "iif": "where", "step": "heaviside", "root": "sqrt", "modulo": "mod"},
+}
+#: What is written instead of functions that take two operands elsewhere, and one here.
+_OF_TWO: Final = {
+    "log": "Write log(a)/log(b) for the base b, or log10(a) or log2(a)",
+    "atan": "Write atan2(a, b)",
+    "round": "Write round(100*a)/100 for two decimals",
+}
+#: An equation such as "y = p1*x1": its sign, and what stands behind it.
 _EQUATION: Final = re.compile(r"\s*\w+(?:\([\w\s,]*\))?\s*(=)(?!=)\s*(\S.*)", re.DOTALL)
 
 
@@ -638,10 +655,12 @@ class _Reader:
         elif token and token not in (*INFIX, ")", ","):
             self._bad_character(token)
         else:
+            is_floor = token == "/" and self.tokens[self.at - 2 : self.at - 1] == ["/"]
+            usual = "Write a number, a variable, a parameter, a call or a group in parentheses"
             self._fail(
                 f"an operand is missing {f'before {token!r}' if token else 'at the end'}",
                 "EXPECTED_OPERAND",
-                "Write a number, a variable, a parameter, a call or a group in parentheses",
+                "Write floor(a/b) for a // b" if is_floor else usual,
             )
         return False
 
@@ -687,10 +706,11 @@ class _Reader:
         if group.operands != row.arity and not (chained and group.operands > row.arity):
             wanted = f"{row.arity} or more" if chained else str(row.arity)
             plural = "s" if row.arity > 1 else ""
+            usual = f"Write {row.name}({', '.join(row.operands)})"
             self._fail(
                 f"{row.name} takes {wanted} operand{plural}, got {group.operands}",
                 "WRONG_ARITY",
-                f"Write {row.name}({', '.join(row.operands)})",
+                (_OF_TWO.get(row.name) if group.operands == 2 else None) or usual,
                 group.first,
             )
         self._apply(row)
@@ -710,7 +730,9 @@ class _Reader:
         return f"Write names with such characters in backticks: `{quoted}`" if quoted else ""
 
     def _unknown(self, name: str, what: str, known: Iterable[str]) -> NoReturn:
-        close = _close_matches(name[:100], tuple(sorted(set(known))))
+        known = tuple(dict.fromkeys(known))
+        meant = _MEANT.get(name) if what == "function" else None
+        close = [meant] if meant else _close_matches(name[:100], known)
         numbered = re.fullmatch(r"([xp])0+", name)
         if remedy := self._quoted(self.at - 1):
             pass
@@ -729,10 +751,10 @@ class _Reader:
         elif close:
             remedy = f"Did you mean {' or '.join(close)}?"
         elif what == "function":
-            remedy = f"Functions are {', '.join(function_names())}; warpfit.define adds one"
+            listed = nearest_first(name, function_names())
+            remedy = f"Functions are {listed}; warpfit.define adds one"
         else:
-            names = self.parser.names or ("x1", "x2", "...")
-            listed = ", ".join([*names[:8], *["..."] * (len(names) > 8)])
+            listed = nearest_first(name, self.parser.names) or "x1, x2, ..."
             remedy = f"Variables are {listed}; parameters are p1, p2, ..."
         self._fail(f"unknown {what} {name!r}", f"UNKNOWN_{what.upper()}", remedy)
 
@@ -750,6 +772,10 @@ class _Reader:
             **dict.fromkeys("\u221a\u221b", "Write sqrt(x) or cbrt(x)"),
             **dict.fromkeys("\u2264\u2265\u2260", "Write <=, >= or !="),
             "!": "Write != to compare, and gamma(x + 1) for a factorial",
+            "%": "Write mod(a, b) for a % b",
+            "&": "Write (a and b) for a conjunction",
+            "~": "Write (not a) for a negation",
+            "?": "Write where(a, b, c) for a ? b : c",
         }.get(character, "Remove it, or put a variable's name in backticks")
         self._fail(f"{character!r} has no meaning", "UNEXPECTED_CHARACTER", remedy)
 
@@ -784,7 +810,7 @@ def place_in(given: str, printed: str, position: int) -> tuple[str, int]:
 
 @lru_cache(64)  # many skeletons of a call have the same wrong name
 def _close_matches(name: str, known: tuple[str, ...]) -> list[str]:
-    return difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    return similar(name, known, 3)
 
 
 def _is_number(token: str) -> bool:

@@ -379,13 +379,15 @@ class Config:
             default: Any = environment.get(variable, setting.default)
             if choices and default.lower() not in choices:  # argparse does not check defaults
                 parser.error(f"{variable} must be one of {choices}")
+            if default not in (None, ""):  # of the environment, it may be, instead of the usual one
+                text = f"{text.partition(' (default: ')[0]} (default: %(default)s)"
             switch: dict[str, Any] = {"nargs": "?", "const": True} if setting.type == "bool" else {}
             parser.add_argument(
                 "--" + name.replace("_", "-"),
                 default=default,
                 type=_parser_of(setting),
                 choices=choices,
-                help=text if default in (None, "") else f"{text} (default: %(default)s)",
+                help=text,
                 metavar=None if choices else name.split("_")[-1].upper(),
                 **switch,
             )

@@ -20,7 +20,14 @@ from warpfit.dataset import ClientDataset, ServerFile, client_dataset, open_tabl
 from warpfit.dataset.layout import canonical_dtype
 from warpfit.dataset.tables import ColumnNames
 from warpfit.display import MOST_ROWS, shortened
-from warpfit.errors import InvalidArgumentError, bad_setting, check_encodable, did_you_mean, require
+from warpfit.errors import (
+    InvalidArgumentError,
+    bad_setting,
+    check_encodable,
+    did_you_mean,
+    require,
+    unknown_keyword,
+)
 from warpfit.expressions.real_numbers import (
     ParameterVectors,
     join_vectors,
@@ -58,6 +65,8 @@ _MOST_BATCHES: Final = 8
 #: Characters of a keyword's type that help shows.
 _MOST_SHOWN: Final = 150
 _MOST_TOKENS: Final = 1 << 17
+#: What says which parameters are fixed.
+_TRUTHS: Final = "a truth value for each parameter, such as [True, False], and no indices or names"
 
 # ---------------------------------------------------------------------------------------- keywords
 
@@ -175,7 +184,8 @@ class FitOptions(CommonOptions, total=False):
     """Least and greatest value: each a number for all parameters, or an entry for each
     expression (a number, one number for each of its parameters, or None)."""
     fixed: EachParameter
-    """Parameters that keep their start: for each expression one truth value for each parameter."""
+    """Parameters that keep their start: for each expression one truth value for each parameter,
+    as ``[[False, True]]`` for p2 of a single one; True for all."""
     restarts: int
     """Starts that the server draws for each expression (0 by default) and searches together with
     the given ones, which come first: log-uniform around the scale that the data give a parameter,
@@ -242,30 +252,39 @@ def shows_keywords(options: Any, **defaults: Any) -> Callable[[F], F]:
 # ------------------------------------------------------------------------------- single values
 
 
-#: Keywords of other packages, given to a client, and what means the same.
-_OF_OTHER_CALLS: Final = {
-    **dict.fromkeys(("p0", "x0", "start", "starts"), "Give starts behind the expressions"),
-    **dict.fromkeys(("sigma", "sample_weight"), "Give weights= to upload, such as 1/sigma^2"),
-    "weights": "Give weights= to upload",
+#: Keywords of clients by the names of other packages.
+_BY_OTHER_NAMES: Final = {
+    **dict.fromkeys(("p0", "x0", "start", "starts", "params"), "parameters"),
+    **dict.fromkeys(("maxfev", "max_nfev", "maxiter"), "max_iterations"),
+    **{"ftol": "loss_tolerance", "xtol": "step_tolerance", "gtol": "gradient_tolerance"},
+    **dict.fromkeys(("min", "max", "lower", "upper"), "bounds"),
+    **{"absolute": "absolute_sigma", "vary": "fixed", "nan_policy": "missing"},
+    **dict.fromkeys(("sigma", "yerr", "sample_weight"), "weights"),
+    **{"random_state": "seed", "n_starts": "restarts", "callback": "progress"},
+    **dict.fromkeys(("max_seconds", "timeout_in_seconds"), "seconds"),
+    **{"niterations": "generations", "early_stop_condition": "target_loss"},
+    **dict.fromkeys(("binary_operators", "unary_operators", "function_set"), "operators"),
+    **{"population_size": "population", "nested_constraints": "nesting"},
+}
+#: What to do instead of giving a keyword to a call that has none of its meaning.
+_INSTEAD: Final = {
+    "weights": "Give weights= to upload, such as 1/sigma^2",
     "names": "Give names= to upload",
-    **dict.fromkeys(("maxfev", "max_nfev", "maxiter"), "Write max_iterations="),
     **dict.fromkeys(("jac", "n_jobs"), "Leave it out: derivatives and cores need no setting"),
     "operators": "Convert first: warpfit.frontends.deap.from_deap(tree, operators=...)",
-    "max_seconds": "Write seconds= of search, or timeout=",
-    "absolute": "Write absolute_sigma=",
+    "seconds": "Write seconds= of search, or timeout=",
+    "constraints": "Write counts=, nesting=, arguments=, complexities=, max_depth= or monotonic=",
 }
 
 
-def check_keywords(given: Mapping[str, Any], known: Any) -> None:
-    """Check that all keywords of a call are those of a TypedDict."""
-    for name in given.keys() - known.__optional_keys__:
-        names = sorted(known.__optional_keys__)
-        raise InvalidArgumentError(
-            f"there is no keyword {name!r}",
-            "UNKNOWN_KEYWORD",
-            _OF_OTHER_CALLS.get(name) or did_you_mean(name, names, f"Use {', '.join(names)}"),
-            name,
-        )
+def check_keywords(given: Mapping[str, Any], known: Any, *others: str) -> None:
+    """Check that all keywords of a call are those of a TypedDict; ``others`` are its parameters."""
+    names = {*known.__optional_keys__, *others}
+    for name in given:
+        if name not in names:
+            ours = _BY_OTHER_NAMES.get(name, name)
+            remedy = f"Write {ours}=" if ours in names else _INSTEAD.get(ours)
+            raise unknown_keyword(name, sorted(names), remedy)
 
 
 def number(value: Any, field: str, wanted: str = "a number") -> float:
@@ -564,12 +583,7 @@ def _settings(
         wanted = "a tuple (lower, upper), each a number or an entry for each expression"
         raise bad_setting("bounds", bounds, wanted)
     lower, upper = bounds
-    kept = options.get("fixed")
-    fixed = None if isinstance(kept, str) else _flat(kept, counts, single, "fixed", 0.0)
-    # Another number may be meant for the index of a parameter.
-    if isinstance(kept, str) or not (fixed is None or np.isin(fixed, (0.0, 1.0)).all()):
-        wanted = "a truth value for each parameter, such as [True, False]"
-        raise bad_setting("fixed", kept, wanted)
+    fixed = _fixed(options.get("fixed"), counts, single)
     accuracy = member(Accuracy, options.get("accuracy", Accuracy.SCREENING), "accuracy")
     iterations, usual = options.get("max_iterations"), Tolerances.of(dtype, accuracy)
     tolerances = {
@@ -591,7 +605,7 @@ def _settings(
         **(tolerances | given),
         lower=_flat(lower, counts, single, "bounds", -np.inf),
         upper=_flat(upper, counts, single, "bounds", np.inf),
-        fixed=None if fixed is None else fixed != 0.0,
+        fixed=fixed,
         restarts=whole_number(options.get("restarts", 0), "restarts"),
         seed=whole_number(options.get("seed", 0), "seed"),
         missing=member(Missing, options.get("missing", Missing.REFUSE), "missing"),
@@ -605,6 +619,17 @@ def _settings(
     )
 
 
+def _fixed(given: Any, counts: NDArray[np.uint32], single: bool) -> NDArray[np.bool_] | None:
+    """Return a truth value for each parameter of each program, [sum(counts)]; None for none."""
+    names = given if isinstance(given, list | tuple) else [given]
+    has_names = any(isinstance(name, str) for name in names)
+    found = None if has_names else _flat(given, counts, single, "fixed", False)
+    # Another number may be meant for the index of a parameter, as text for its name.
+    if has_names or not (found is None or np.isin(found, (0.0, 1.0)).all()):
+        raise bad_setting("fixed", given, _TRUTHS)
+    return None if found is None else found != 0.0
+
+
 def _flat(
     given: Any, counts: NDArray[np.uint32], single: bool, name: str, otherwise: float
 ) -> NDArray[np.float64] | None:
@@ -615,7 +640,11 @@ def _flat(
     given = unwrapped(given)
     if given is None:
         return None
+    # A number, other than a truth value, that stands for several may be the index of one.
+    needs_truth = name == "fixed"
     if np.isscalar(given):
+        if needs_truth and not isinstance(given, bool | np.bool_) and (counts > 1).any():
+            raise bad_setting(name, given, _TRUTHS)
         return np.full(int(counts.sum()), number(given, name))
     if isinstance(given, Set | Mapping):
         require_order(given, name)
@@ -638,7 +667,10 @@ def _flat(
             entry = otherwise
         elif isinstance(entry, list | tuple):
             entry = [otherwise if value is None else value for value in entry]
-        values = real_numbers(entry, name, place="position").astype(np.float64).ravel()
+        read = real_numbers(entry, name, place="position")
+        if needs_truth and read.size == 1 < count and read.dtype != np.bool_:
+            raise bad_setting(name, given, _TRUTHS)
+        values = read.astype(np.float64).ravel()
         if len(values) not in (1, count):
             raise InvalidArgumentError(
                 f"{name} has {len(values)} numbers for an expression with {count} parameters",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ from warpfit.errors import (
     UnavailableError,
     WarpfitError,
     bad_setting,
+    no_attribute,
 )
 from warpfit.evidence import Floats, Term, description_lengths
 from warpfit.expressions.language import DIGITS, to_text
@@ -209,11 +210,26 @@ def for_json(record: Mapping[str, Any], digits: int | None = None) -> dict[str, 
     return {name: said(value) for name, value in record.items()}
 
 
+#: What to use instead of attributes of a list of answers.
+_OF_PROPOSALS: Final = {
+    **dict.fromkeys(("errors", "error"), "[answer.error for answer in found]"),
+    **dict.fromkeys(("losses", "loss"), "[answer.loss for answer in found]"),
+    **dict.fromkeys(("front", "equations", "sorted"), "ranked()"),
+    "to_pandas": "pandas.DataFrame([answer.as_dict() for answer in found])",
+}
+
+
 class Proposals(tuple[Proposal, ...]):
     """The answers to the skeletons of a call, in their order; they print as a small table."""
 
     is_score: bool
     """Whether a greater loss is better, as of "r2"."""
+
+    if not TYPE_CHECKING:  # checkers are to refuse attributes that there are not
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError with what is meant."""
+            raise no_attribute(type(self).__name__, name, dir(type(self)), _OF_PROPOSALS)
 
     def __new__(cls, answers: Iterable[Proposal], is_score: bool = False) -> Proposals:
         found = super().__new__(cls, answers)

@@ -21,7 +21,7 @@ from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.evidence import Evidence, student_t
 from warpfit.expressions.language import to_latex, to_text
 from warpfit.expressions.reference import differentiate
-from warpfit.fitting import REASONS, FitRequest, FitResult, Reason
+from warpfit.fitting import REASONS, FitRequest, FitResult, FitSettings, Missing, Reason
 from warpfit.ir import Batch, Program
 from warpfit.losses import coefficients_of_determination
 from warpfit.request import OUTPUTS, Result, Timings
@@ -183,6 +183,10 @@ class Fit(Shown):
     of weight 0 count if the handle came from another process. None with ``absolute_sigma``."""
     evidence: Evidence | None = None
     """The evidence for each expression; None if not requested."""
+    settings: FitSettings | None = None
+    """The settings of the call."""
+    has_finite_target: bool = True
+    """False if a search could not begin, and the target is NaN or infinite in a row that counts."""
 
     _others: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("popt", "best_values", "params"), "parameters, a list for expressions"),
@@ -248,6 +252,13 @@ class Fit(Shown):
             names=() if data is None else data.names,
             dtype=None if data is None else data.layout.dtype,
             freedom=freedom,
+            settings=request.settings,
+            has_finite_target=not (
+                data is not None
+                and data.has_numbers
+                and (result.reasons == REASONS.index(Reason.NOT_FINITE) + 1).any()
+                and not math.isfinite(data.statistics(request.problem.rows).largest)
+            ),
         )
 
     @property
@@ -342,10 +353,18 @@ class Fit(Shown):
         if not begun.all():
             odd = int(begun.size - begun.sum())
             what = "1 search" if odd == 1 else f"{odd} searches"
+            if not self.has_finite_target:
+                return (
+                    f"{what} could not begin: the target has rows that are NaN or infinite. Leave "
+                    "them out, or give them weight 0"
+                )
+            own = self.settings
+            more = [] if own and own.restarts else ["restarts=8"]
+            more += [] if own and own.missing is Missing.DROP else ['missing="drop"']
             return (
                 f"{what} could not begin: where they start, the loss, derivatives or their squares "
                 "are not finite, or vanish. Give another start at which the expression is finite "
-                'in all rows, restarts=8, missing="drop", or other units'
+                f"in all rows, {', '.join([*more, 'or other units'])}"
             )
         count = self.reason.ravel().tolist().count(Reason.STALLED)
         if not count:
@@ -355,7 +374,7 @@ class Fit(Shown):
                 if len(gaps) and occurs[gaps[0] :].any():
                     name = f"p{gaps[0] + 1}"
                     return f"expression {index} has no {name}: number parameters without gaps"
-            return ""
+            return self._open_parameters()
         what = "1 search has stalled" if count == 1 else f"{count} searches have stalled"
         if self.dtype == np.float32:
             return f'{what}, for which float32 may be too coarse: upload with dtype="float64"'
@@ -363,6 +382,32 @@ class Fit(Shown):
             f"{what} at a point that may be no minimum: try other starts, fewer parameters, or, "
             "where a column is far from 0, the powers of x1 - its mean, which keep their digits"
         )
+
+    def _open_parameters(self) -> str:
+        """Say which parameters the data do not determine, or have ended at a bound, or nothing."""
+        own, errors = self.settings, self.standard_errors
+        if own is None or own.all_starts:
+            return ""
+        ends = np.cumsum(self.batch.parameter_counts)
+        values = np.concatenate([*self.parameters, np.empty(0)])
+        at_bound = np.zeros(len(values), dtype=bool)
+        for bound in (own.lower, own.upper):
+            at_bound |= False if bound is None else values == bound
+        at_bound &= True if own.fixed is None else ~own.fixed
+        remarks = []
+        end = "at a bound" + ", where standard errors are those without it" * (errors is not None)
+        for index, is_at in enumerate(np.split(at_bound, ends[:-1])[:MOST_ROWS]):
+            # With too few rows no parameter has an error.
+            has_errors = errors is not None and (self.freedom is None or self.freedom[index] > 0)
+            lost = np.isnan(errors[index]) if errors and has_errors else np.zeros_like(is_at)
+            which = f" of expression {index}" if len(self.batch) > 1 else ""
+            for those, verbs, what in (
+                (lost, ("is", "are"), "not determined by the data"),
+                (is_at & ~lost, ("ends", "end"), end),
+            ):
+                if names := [f"p{i + 1}" for i in np.flatnonzero(those).tolist()]:
+                    remarks.append(f"{', '.join(names)}{which} {verbs[len(names) > 1]} {what}")
+        return "; ".join(remarks[:3])
 
     def _place(self, expression: int | None, start: int | None) -> tuple[int, int]:
         """Return the indices of an expression and a start; those of several have to be given."""
@@ -390,6 +435,15 @@ class Fit(Shown):
         expression, start = self._place(expression, start)
         vector = self.parameters[expression]
         return self.batch.program(expression).bind(vector[start] if vector.ndim == 2 else vector)
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of each expression with its fitted numbers, over the names of the variables.
+
+        Raises:
+            InvalidArgumentError: with ``all_starts``, where `formula` needs the index of a start.
+        """
+        return [to_text(self.formula(index), self.names) for index in range(len(self.batch))]
 
     def _repr_html_(self) -> str:
         return self._table(lambda program: f"${to_latex(program, self.names)}$").html()

@@ -27,6 +27,7 @@ from warpfit.errors import (
     WarpfitError,
     bad_setting,
     did_you_mean,
+    nearest_first,
 )
 from warpfit.expressions.language import to_latex, to_text
 from warpfit.formulas.units import exponents, exponents_of
@@ -240,7 +241,7 @@ def _column(given: str | int, names: Sequence[str], field: str) -> int:
         if known is None and given[:1] == "x" and given[1:].isdecimal():
             return int(given[1:]) - 1
         if known is None or given not in known:
-            wanted = f"Give one of {', '.join(names)[:200] or 'x1, x2, ...'}"
+            wanted = f"Give one of {nearest_first(given, names) or 'x1, x2, ...'}"
             what = f"{field} is {given!r}"
             raise InvalidArgumentError(
                 what, "BAD_SETTING", did_you_mean(given, names, wanted), field
@@ -392,8 +393,10 @@ class SearchResult(Shown):
         """Return a formula as `formula` does; an index below 0 counts from the last one."""
         return self.formula(range(len(self))[index])
 
-    def formula(self, index: int) -> Program:
-        """Return a formula with its fitted numbers as constants, by its index from 0."""
+    def formula(self, index: int | None = None) -> Program:
+        """Return a formula with its fitted numbers as constants, by its index from 0, or `best`."""
+        if index is None:
+            return self.best
         return self.batch.program(index).bind(self.batch.program_parameters(index)[0])
 
     @property

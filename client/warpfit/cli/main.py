@@ -410,6 +410,8 @@ def _fit(options: argparse.Namespace) -> None:
             rows=_rows_of(options, len(table.columns)),
             timeout=options.timeout,
         )
+    if not fit.has_finite_target:
+        table.require_finite(options.target, options.weights, of_target=True)
     if fit.reason[0] is Reason.NOT_FINITE:
         at = ", ".join(f"p{number} = {value:.6g}" for number, value in enumerate(start, 1))
         raise InvalidArgumentError(

@@ -146,6 +146,24 @@ def writing_file(path: Path | str) -> Iterator[None]:
 # --------------------------------------------------------------------------------------- the parser
 
 _FLAG: Final = re.compile(r"--[a-z][a-z0-9-]*")
+#: Flags by the names of other programs; those that the command has are meant.
+_OTHER_FLAGS: Final = {
+    **{"--time": "--max-seconds", "--seed": "--random-state", "--output": "--json"},
+    **dict.fromkeys(("--p0", "--start", "--parameters"), "--params"),
+    **{"--y": "--target", "--x": "--columns", "--maxsize": "--max-size"},
+    **{"--niterations": "--generations", "--iterations": "--max-iterations"},
+}
+#: What is not in the shell, by flags of these names.
+_IN_PYTHON: Final = {
+    **{
+        f"--{word}": f"SymbolicRegressor({word}=...)"
+        for word in ("units", "constraints", "guesses")
+    },
+    **{
+        f"--{word}": f"client.optimize(..., {word}=...)" for word in ("bounds", "fixed", "restarts")
+    },
+    **{"--latex": "program.latex(names)", "--code": "program.code(language, names)"},
+}
 _CHOICE: Final = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
@@ -166,10 +184,17 @@ class CommandParser(argparse.ArgumentParser):
     def with_remedy(self, message: str) -> str:
         """Say what was meant by a slip, and how an expression that looks like a flag is written."""
         if message.startswith("unrecognized arguments"):
-            given = _FLAG.findall(message)[:1]
+            given, *_ = [*_FLAG.findall(message), ""]
             known = dict.fromkeys(_FLAG.findall(self.format_help()))
-            usual = "Quote an expression that has spaces or *"
-            message += f". {did_you_mean(given[0], known, usual) if given else usual}"
+            remedy = "" if given else "Quote an expression that has spaces or *"
+            if _OTHER_FLAGS.get(given) in known:
+                remedy = f"Write {_OTHER_FLAGS[given]}"
+            elif given in _IN_PYTHON:
+                remedy = f"That is only in Python: {_IN_PYTHON[given]}"
+            elif given:  # the dashes, which all have, say nothing of likeness
+                remedy = did_you_mean(given[2:], [flag[2:] for flag in known], "")
+                remedy = remedy.replace("mean ", "mean --")
+            message += f". {remedy}" if remedy else ""
         elif choice := _CHOICE.search(message):
             meant = did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]), "")
             message += f". {meant}" if meant else ""

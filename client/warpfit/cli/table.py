@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.cli.shared import tell
-from warpfit.errors import InvalidArgumentError, did_you_mean, require
+from warpfit.errors import InvalidArgumentError, did_you_mean, nearest_first, require
 from warpfit.expressions.real_numbers import leaves_float64
 
 #: Most seconds, or days, of anything: 31 years, below what clocks and threads can wait for.
@@ -70,7 +70,8 @@ def number(text: str) -> float:
     try:
         return cell_number(text.strip())
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text.strip()!r} is no number") from error
+        remedy = ". Write 1.5 with a point, and several with spaces between" if "," in text else ""
+        raise argparse.ArgumentTypeError(f"{text.strip()!r} is no number{remedy}") from error
 
 
 def amount(text: str) -> float:
@@ -139,13 +140,13 @@ class Table:
     groups: tuple[str, ...] = ()
     """Texts of the groups, whose numbers from 0 stand in their column; empty if it has numbers."""
 
-    def require_finite(self, target: str, weights: str | None) -> None:
-        """Check that a formula for the target can be searched for.
+    def require_finite(self, target: str, weights: str | None, *, of_target: bool = False) -> None:
+        """Check that a formula for the target can be searched for, or fitted with ``of_target``.
 
         Raises:
             InvalidArgumentError: if a cell is not finite, with file, line and column.
         """
-        named = [*zip(self.names, self.columns.T, strict=True)]
+        named = [] if of_target else [*zip(self.names, self.columns.T, strict=True)]
         named += [(target, self.target)] if self.target is not None else []
         named += [(str(weights), self.weights)] if self.weights is not None else []
         for name, column in named:
@@ -154,7 +155,8 @@ class Table:
                     f"{self.file}, {self.places[row]}, column {name!r}: {column[row]} is no finite "
                     "number",
                     "NOT_FINITE",
-                    "Remove the line or the column: a search needs finite numbers",
+                    f"Remove the line{'' if of_target else ' or the column'}: a "
+                    f"{'fit' if of_target else 'search'} needs finite numbers",
                 )
 
 
@@ -277,7 +279,7 @@ class ColumnChoice:
             raise InvalidArgumentError(
                 f"there is no column {name!r} in {file}",
                 "UNKNOWN_COLUMN",
-                did_you_mean(name, names, f"The columns are: {', '.join(names)}"),
+                did_you_mean(name, names, f"The columns are: {nearest_first(name, names)}"),
                 flag,
             )
 

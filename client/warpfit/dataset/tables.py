@@ -23,6 +23,7 @@ from warpfit.errors import (
     check_encodable,
     did_you_mean,
     list_of_texts,
+    nearest_first,
     require,
 )
 from warpfit.expressions.real_numbers import missing_value, no_numbers, real_numbers, unwrapped
@@ -32,8 +33,6 @@ from warpfit.expressions.real_numbers import missing_value, no_numbers, real_num
 #: Most numbers of a block, and their bytes as float64.
 BLOCK_BYTES: Final = 16 << 20
 BLOCK_NUMBERS: Final = BLOCK_BYTES // 8
-#: Most names that an error lists.
-_LISTED_NAMES: Final = 20
 
 
 T = TypeVar("T")
@@ -104,15 +103,14 @@ class ColumnNames:
         counts = Counter(names)
         for name in asked:
             if counts[name] != 1:
-                listed = ", ".join(map(repr, names[:_LISTED_NAMES])) or "none with names"
-                more = ", ..." if len(names) > _LISTED_NAMES else ""
+                listed = nearest_first(name, map(repr, names)) or "none with names"
                 raise InvalidArgumentError(
                     f"X has {counts[name]} columns {name!r}",
                     "UNKNOWN_COLUMN",
                     did_you_mean(
                         name,
                         () if counts[name] else names,
-                        f"Name columns of X; there are: {listed}{more}",
+                        f"Name columns of X; there are: {listed}",
                     ),
                     "x",
                 )

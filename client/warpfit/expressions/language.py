@@ -55,7 +55,7 @@ CONSTANTS: Final[Mapping[str, float]] = {
     **dict.fromkeys(("inf", "Inf", "infinity", "oo"), math.inf),
     **dict.fromkeys(("nan", "NaN"), math.nan),
     **dict.fromkeys(("e", "E"), math.e),
-    "pi": math.pi,
+    **dict.fromkeys(("pi", "\u03c0"), math.pi),
 }
 
 #: Names of operators and standard macros in other languages and libraries.

@@ -367,7 +367,8 @@ def _identifiers(program: Program, names: Sequence[str], language: Language) -> 
 @lru_cache(maxsize=len(LANGUAGES))
 def _words(language: Language) -> frozenset[str]:
     """Return the names that a language uses, or that its text may use."""
-    texts = (language.words, *language.templates.values(), language.first, language.infinity)
+    first = re.sub("#include <.*>", "", language.first)  # a header is no name
+    texts = (language.words, *language.templates.values(), first, language.infinity)
     words = {word for text in texts for word in re.findall(r"\w+", re.sub(r"\{[^}]*\}", " ", text))}
     words |= {*KERNEL_FUNCTIONS, "formula", "formula_module", "formula_value"}
     words |= {f"formula_{name}" for name in (*language.texts, *HELPERS, *OPERATORS)}

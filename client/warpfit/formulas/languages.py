@@ -578,10 +578,11 @@ def formula_numbers(data):
     return np.ma.filled(data.astype(np.float64), np.nan)''',
         "columns": '''
 def formula_columns(X, columns):
-    """Return columns of an array [rows, variables], or of a frame by name, in float64."""
+    """Return columns of an array [rows, variables] or [rows], or of a frame by name, in float64."""
     if isinstance(columns, dict) and hasattr(X, "columns"):
         return [formula_numbers(X[name]) for name in columns]
     X = formula_numbers(X)
+    X = X[:, None] if X.ndim == 1 else X
     return [X[:, i] for i in (columns.values() if isinstance(columns, dict) else columns)]''',
         **{
             name: inspect.getsource(function)

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import InvalidArgumentError, ProgramError, did_you_mean
+from warpfit.errors import InvalidArgumentError, ProgramError, did_you_mean, nearest_first
 from warpfit.expressions.language import locate
 from warpfit.expressions.real_numbers import unwrapped
 from warpfit.ir import Program
@@ -169,7 +169,7 @@ def exponents_of(
             did_you_mean(
                 strange[0] if strange else "",
                 known,
-                f"Give a unit for each of {', '.join(known)[:200]}",
+                f"Give a unit for each of {nearest_first(strange[0] if strange else '', known)}",
             ),
             "units",
         )

@@ -17,13 +17,20 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import InvalidArgumentError, bad_setting, list_of_texts
+from warpfit.errors import (
+    InvalidArgumentError,
+    bad_setting,
+    did_you_mean,
+    explains_keywords,
+    list_of_texts,
+)
 from warpfit.expressions.language import AMBIGUOUS_DIVISIONS
 from warpfit.expressions.real_numbers import real_numbers
-from warpfit.frontends.prefix import Node, PrefixTrees, operator_node
+from warpfit.frontends.prefix import Node, PrefixTrees, check_operators, operator_node, other_kind
 from warpfit.ir import Population, Program
 from warpfit.losses import as_function, as_loss
 from warpfit.ops import CONSTANT, VARIABLE
+from warpfit.parse import function
 
 if TYPE_CHECKING:
     from warpfit.calls.dataset_handle import DatasetHandle
@@ -97,6 +104,7 @@ class Evaluator:
     A fitness is the tuple of one loss; a tree whose loss is not a finite number gets the worst.
     """
 
+    @explains_keywords()
     def __init__(
         self,
         client: Evaluating,
@@ -123,6 +131,8 @@ class Evaluator:
         if not hasattr(client, "evaluate"):
             raise bad_setting("client", client, "what warpfit.connect returned")
         self.client = client
+        if not hasattr(data, "content_id"):
+            raise bad_setting("data", type(data), "what client.upload(X, y) returned")
         self.data = data
         self.pset = pset
         self.loss = as_loss(loss)
@@ -130,6 +140,12 @@ class Evaluator:
         self.rows = rows
         self.operators = operators
         self._worst = -np.inf if as_function(self.loss).is_score else np.inf
+        _Converter(pset, operators or {}, data.names)  # what is wrong is said before a generation
+
+    def __repr__(self) -> str:
+        """Show what is scored, and how."""
+        fits = f", {self.fit_iterations} iterations of fits" * bool(self.fit_iterations)
+        return f"<Evaluator of {self.loss} on {self.data!r}{fits}>"
 
     def __call__(self, individual: Any) -> tuple[float]:
         """Score one tree."""
@@ -193,7 +209,13 @@ class _Converter:
     """Converts trees of one primitive set."""
 
     def __init__(self, pset: Any, operators: Mapping[str, str], names: Sequence[str]) -> None:
+        check_operators(operators)
         self.context: Mapping[str, Any] | None = None if pset is None else pset.context
+        for name in operators.keys() - (self.context or operators).keys():
+            unknown = [n for n in self.context or () if n not in operators and function(n) is None]
+            if remedy := did_you_mean(name, unknown, ""):  # others may be of another primitive set
+                what = f"operators names {name!r}, which is no primitive of pset"
+                raise InvalidArgumentError(what, "UNKNOWN_PRIMITIVE", remedy, "operators")
         self.functions = {**PRIMITIVES, **operators}
         self.operators = operators
         self.arguments = _indices(() if pset is None else pset.arguments)
@@ -201,6 +223,9 @@ class _Converter:
 
     def read(self, trees: Sequence[Any]) -> PrefixTrees:
         """Read trees, whose nodes in common are converted once."""
+        for tree in trees:
+            if not isinstance(tree, list):
+                raise other_kind(tree, "DEAP", "a PrimitiveTree")
         return PrefixTrees.of(trees, self._node)
 
     def _node(self, entry: Any) -> Node:

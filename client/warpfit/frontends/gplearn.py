@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from warpfit.frontends.prefix import Node, PrefixTrees, operator_node
+from warpfit.frontends.prefix import Node, PrefixTrees, check_operators, operator_node, other_kind
 from warpfit.ir import Population, Program
 from warpfit.ops import CONSTANT, VARIABLE
 
@@ -39,6 +39,7 @@ def from_gplearn(program: Any, operators: Mapping[str, str] | None = None) -> Pr
 def population(programs: Sequence[Any], operators: Mapping[str, str] | None = None) -> Population:
     """Convert gplearn programs, as `from_gplearn` does; an error names the program's index."""
     functions = {**FUNCTIONS, **(operators or {})}
+    check_operators(operators or {})
 
     def node(entry: Any) -> Node:
         if isinstance(entry, float):
@@ -48,5 +49,10 @@ def population(programs: Sequence[Any], operators: Mapping[str, str] | None = No
         code = None if entry.name in (operators or {}) else getattr(entry, "function", None)
         return operator_node(entry.name, entry.arity, functions, "gplearn", code)
 
-    trees = [getattr(program, "_program", program).program for program in programs]
+    trees = []
+    for program in programs:
+        tree = getattr(getattr(program, "_program", program), "program", None)
+        if tree is None:
+            raise other_kind(program, "gplearn", "a program of gplearn, or a fitted estimator")
+        trees.append(tree)
     return PrefixTrees.of(trees, node).population()

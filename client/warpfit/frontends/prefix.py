@@ -18,12 +18,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import InvalidArgumentError, ProgramError
+from warpfit.errors import InvalidArgumentError, ProgramError, did_you_mean
 from warpfit.expressions.language import CHAINED
 from warpfit.expressions.reference import evaluate_program
 from warpfit.ir import Population, subtree_starts
 from warpfit.ops import ARITIES
-from warpfit.parse import MACROS, function, parse
+from warpfit.parse import MACROS, function, function_names, parse
 
 #: Code, value and number of operands of one node; a leaf has no operands.
 Node = tuple[int, float, int]
@@ -178,6 +178,28 @@ def postfix_order(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> ND
     nodes = np.arange(size)
     result[ended + end - nodes] = nodes
     return result
+
+
+def other_kind(given: object, library: str, wanted: str) -> InvalidArgumentError:
+    """Return the error for what is no expression of a front end's library."""
+    return InvalidArgumentError(
+        f"{type(given).__name__} is no expression of {library}",
+        "UNKNOWN_EXPRESSION_TYPE",
+        "warpfit.parse reads texts" if isinstance(given, str) else f"Give {wanted}",
+        "expressions",
+    )
+
+
+def check_operators(operators: Mapping[str, str]) -> None:
+    """Check that functions of a library are mapped to operators that there are."""
+    for name, ours in operators.items():
+        if not isinstance(ours, str) or function(ours) is None:
+            raise InvalidArgumentError(
+                f"operators maps {name!r} to {ours!r}, which is no operator",
+                "UNKNOWN_FUNCTION",
+                did_you_mean(ours, function_names(), "Use one of OPERATORS.md, or warpfit.define"),
+                "operators",
+            )
 
 
 def operator_node(

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Final
 
 from warpfit.errors import list_of_texts
+from warpfit.frontends.prefix import other_kind
 from warpfit.ir import Program
 from warpfit.parse import Macro, Parser
 
@@ -63,8 +64,12 @@ def from_pysr(text: str, names: Sequence[str] = (), *, first: int = 0) -> Progra
         first: number of the first variable without a name: 0 in PySR, 1 in SymbolicRegression.jl.
 
     Raises:
+        InvalidArgumentError: for what is no string.
         ParseError: if the text cannot be parsed; the text in it is the rewritten one.
     """
+    if not isinstance(text, str):
+        wanted = "one of its strings, such as the column equation; from_sympy takes SymPy's objects"
+        raise other_kind(text, "PySR", wanted)
     text = _FLOAT32.sub(r"\1e\2", text.translate(_SUBSCRIPTS))
     text = _SAFE.sub("", text)
     if not names:

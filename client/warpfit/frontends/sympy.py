@@ -19,6 +19,7 @@ from sympy.logic.boolalg import BooleanFalse, BooleanTrue
 
 from warpfit.errors import InvalidArgumentError, ResourceExhaustedError, list_of_texts
 from warpfit.expressions.language import ALIASES, COMPARISONS, INDEXED, free_name
+from warpfit.frontends.prefix import other_kind
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
 from warpfit.parse import MACROS, Macro, function
@@ -63,6 +64,8 @@ def from_sympy(expression: Any, names: Sequence[str] = ()) -> Program:
         InvalidArgumentError: if a symbol or a function is unknown, or a number is not real or too
             large or small for float64.
     """
+    if not isinstance(expression, sympy.Basic):
+        raise other_kind(expression, "SymPy", "one such as sympy.sympify('x1 + 1')")
     indices = {name: index for index, name in enumerate(names)}
     codes: list[int] = []
     values: list[float] = []

@@ -144,6 +144,7 @@ def test_formulas_may_begin_with_a_minus(run, capsys, data, address):
 
 FILES = {
     "nan.csv": "a,y\n1,2\n\n2,nan\n",
+    "holed.csv": "a,b,y\n1,nan,2\n2,1,nan\n3,1,6\n",
     "inf.csv": "a,y\n1,2\n-inf,3\n",
     "y.csv": "y\n1\n2\n",
 }
@@ -170,6 +171,10 @@ MISTAKES = [
     ),
     ("fit data.csv 'p1*exp(1000*x1)' --target y", "--params"),
     ("fit data.csv p99999999 --target y", "p99999999"),  # so many start from given numbers
+    (
+        "fit holed.csv p1*a --target y",
+        "line 3, column 'y': nan is no finite number. Remove the line: ",
+    ),
     ("search nan.csv --target y", "nan.csv, line 4, column 'y': nan is no finite number"),
     ("search inf.csv --target y", "inf.csv, line 3, column 'a': -inf is no finite number"),
     ("search y.csv --target y", "y.csv is left for variables: y is the target"),

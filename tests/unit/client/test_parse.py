@@ -184,10 +184,24 @@ def test_errors_name_place_and_remedy(text, reason, position):
         ("flow rate*p1", ["flow", "flow rate"], "`flow rate`"),
         ("p1*a-b", ["a-b"], "`a-b`"),
         ("p1*x_{1}", ["x_"], "parentheses"),
+        ("log(t, 10)", ["t"], "log10(a)"),
+        ("round(t, 2)", ["t"], "/100"),
+        ("cosine(t)", ["t"], "mean cos?"),
+        ("ABS(t)", ["t"], "mean abs"),
+        ("if(t, 1, 2)", ["t"], "mean where?"),
+        ("t // 2", ["t"], "floor(a/b)"),
+        ("t % 2", ["t"], "mod(a, b)"),
+        ("t && p1", ["t"], "(a and b)"),
+        ("t ? 1 : 2", ["t"], "where(a, b, c)"),
+        ("zz", ["a" * 90, "b" * 90, "zz_top"], "Variables are zz_top, "),
     ],
 )
 def test_errors_say_what_could_be_meant(text, names, suggestion):
     assert suggestion in failure(text, names).remedy
+
+
+def test_the_greek_letter_is_pi():
+    assert parse("\u03c0*x1") == parse("pi*x1")
 
 
 @given(st.text(alphabet="x1p2.e+-*/^()<=!,`# \nandsin", max_size=30))

@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import re
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import warpfit
 import warpfit.testing
 from support.refusals import refused
 from warpfit.cli.main import main
-from warpfit.errors import did_you_mean
+from warpfit.errors import did_you_mean, nearest_first
 from warpfit.ops import OPERATORS
 from warpfit.sklearn import (
     ParameterOptimizer,
@@ -77,6 +78,7 @@ def found():
             **{"client": client, "data": data, "fit": client.optimize(data, ["p1*x1"])},
             **{"answer": client.run(data, ["x1"], loss="mse"), "table": TABLE, "warpfit": warpfit},
             **{"search": client.search(data, generations=1), "equation": TABLE[0], **ESTIMATORS},
+            "proposals": client.propose(data, ["p1*x1"]),
         }
 
 
@@ -94,6 +96,10 @@ def found():
         ("client", "optimise", r"Did you mean optimize\?"),
         ("warpfit", "SymbolicRegressor", "Write: from warpfit.sklearn import SymbolicRegressor"),
         ("warpfit", "conect", r"Did you mean connect\?"),
+        ("warpfit", "search", "Use search of a client"),
+        ("warpfit", "curve_fit", "Use optimize of a client"),
+        ("proposals", "errors", r"Use \[answer.error for answer in found\]"),
+        ("proposals", "bes", r"Did you mean best\?"),
         ("regressor", "plot_fronts", r"Did you mean plot_front\?"),
         ("regressor", "wild_and_far", "$"),
         ("regressor", "from_file", ".*pickle or joblib"),
@@ -109,8 +115,10 @@ def found():
     ],
 )
 def test_a_missing_attribute_says_what_is_meant(found, owner, name, remedy):
-    with pytest.raises(AttributeError, match=rf"no attribute '{name}'(\. )?{remedy}"):
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}'(\. )?{remedy}") as caught:
         getattr(found[owner], name)
+    told = "".join(traceback.format_exception(caught.value))
+    assert told.count("Did you mean") == remedy.startswith("Did"), "Python adds no guess"
     assert not hasattr(found[owner], name)
 
 
@@ -370,6 +378,24 @@ def test_a_slip_in_an_operator_and_limits_of_arguments_are_answered():
             refused(r"Did you mean \w+\?", operator_name, name + "q")
 
 
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        *(("params", "partial"), ("min", "missing"), ("weights", "digits"), ("cosine", "cospi")),
+        *(("plus", "softplus"), ("cond", "round"), ("units", "quiet"), ("gpu", "cpu")),
+    ],
+)
+def test_another_word_is_no_slip(given, known):
+    assert did_you_mean(given, [known], "") == ""
+
+
+def test_a_list_that_is_too_long_has_the_closest_names():
+    assert nearest_first("b", ["c", "a", "b"]) == "c, a, b"
+    assert did_you_mean("max_iter", ["partial", "max_iterations"], "").endswith("max_iterations?")
+    assert nearest_first("seeds", [*map(str, range(90)), "seed"]).startswith("seed, ")
+    assert nearest_first("q", map(str, range(90))).endswith(", ...")
+
+
 def test_what_is_like_no_name_gets_the_list_and_a_long_one_takes_no_time():
     assert did_you_mean("zzzz", ["abc"], "Use abc") == "Use abc"
     assert did_you_mean("zzzz", [], "Use nothing") == "Use nothing"
@@ -381,6 +407,10 @@ def test_what_is_like_no_name_gets_the_list_and_a_long_one_takes_no_time():
     assert len(asked) < 10_000
 
 
+SEARCH = ["search", "t.csv", "--target", "y"]
+FIT = ["fit", "t.csv", "x1", "--target", "y"]
+
+
 @pytest.mark.parametrize(
     ("run", "words", "meant"),
     [
@@ -390,12 +420,29 @@ def test_what_is_like_no_name_gets_the_list_and_a_long_one_takes_no_time():
         (main, ["eval", "t.csv", "x1", "--los", "mse", "--wieghts", "w"], "--weights"),
         (main, ["mcp", "--rot", "."], "--root"),
         (lambda words: Config.from_arguments(words, {}), ["--max-requsts", "3"], "--max-requests"),
+        (main, [*SEARCH, "--units", "kg"], "only in Python: SymbolicRegressor(units=...)"),
+        (main, [*SEARCH, "--latex"], "only in Python: program.latex(names)"),
+        (main, [*SEARCH, "--time", "3"], "Write --max-seconds"),
+        (main, [*SEARCH, "--seed", "3"], "Write --random-state"),
+        (main, [*FIT, "--p0", "1", "2"], "Write --params"),
+        (main, [*FIT, "--bounds", "0"], "client.optimize(..., bounds="),
+        (main, [*FIT, "--params", "1,2"], "several with spaces"),
+        (main, ["eval", "t.csv", "a", "*", "b"], "Quote an expression"),
+        (main, [*SEARCH, "--hurz", "3"], "unrecognized arguments: --hurz 3\n"),
     ],
 )
 def test_a_slip_in_a_command_is_answered(run, words, meant, capsys):
     with pytest.raises(SystemExit):
         run(words)
-    assert f"Did you mean {meant}?" in capsys.readouterr().err
+    is_slip = meant.strip("-").replace("-", "").isalpha()
+    assert (f"Did you mean {meant}?" if is_slip else meant) in capsys.readouterr().err
+
+
+def test_help_names_a_default_once(capsys):
+    with pytest.raises(SystemExit):
+        Config.from_arguments(["--help"], {"WARPFIT_CACHE_DIR": "/somewhere"})
+    told = " ".join(capsys.readouterr().out.split())
+    assert "compiled code (default: /somewhere) --" in told
 
 
 # ------------------------------------------------------------- formulas as sequences and as a table
@@ -404,7 +451,7 @@ def test_a_slip_in_a_command_is_answered(run, words, meant, capsys):
 def test_formulas_of_a_search_are_a_sequence(found):
     result = found["search"]
     assert [str(formula) for formula in result] == [*result.texts]
-    assert result[-1] == result.best == result.formula(len(result) - 1)
+    assert result[-1] == result.best == result.formula() == result.formula(len(result) - 1)
     with pytest.raises(IndexError):
         result[len(result)]
 

@@ -64,6 +64,23 @@ def test_an_array_without_axes_is_its_element(client, data):
         assert answer.error is not None
 
 
+@pytest.mark.parametrize(
+    ("fixed", "kept"),
+    [
+        *((fixed, [False, True]) for fixed in ([False, True], [0, 1], [[None, True]])),
+        *((True, [True, True]), ([True], [True, True]), ([None], [False, False])),
+        *((fixed, None) for fixed in ([1], [0], 1, [2], ["p2"], "p2", [0.5, 0])),
+    ],
+)
+def test_parameters_are_fixed_by_truth_values_and_not_by_indices_or_names(data, fixed, kept):
+    if kept is None:
+        why = "Give a truth value for each parameter"
+        refused(why, build_fit, data, ["p1*x1 + p2"], None, {"fixed": fixed})
+    else:
+        settings = build_fit(data, ["p1*x1 + p2"], None, {"fixed": fixed}).settings
+        assert settings.fixed.tolist() == kept
+
+
 def test_numbers_of_numpy_are_numbers(client, data):
     rows, one = (np.int64(0), np.int64(5)), np.int64(1)
     assert client.evaluate(data, ["x1"], rows=rows, timeout=np.float32(5)).shape == (5, 1)
@@ -167,7 +184,7 @@ CASES = {
     "expressions is a set. Give a list": evaluate({"x1"}),
     "y has 0 dimensions. Give one number for each row": lambda c, d: c.upload(X, 1.0),
     "weights has 0 dimensions. Give one number": lambda c, d: c.upload(X, X[:, 0], 2.0),
-    r"name 'e1'.*Did you mean e\?": lambda c, d: parse("e1", ("e", "b")),
+    "name 'e1'. Variables are e, b": lambda c, d: parse("e1", ("e", "b")),
     "progress is True": fit(progress=True),
     r"p2 has a bound that is not a number": fit(bounds=([[0.0, np.nan]], np.inf)),
     "p1 has bounds between which no number": fit(bounds=(np.inf, np.inf)),
@@ -217,7 +234,18 @@ CASES = {
     "needs a target  ": lambda c, d: c.propose(c.upload(X), ["p1*x1"]),
     "a list of skeletons": lambda c, d: c.propose(d, {"p1*x1", "p1*x2"}),
     # What other packages, or slips, call it.
-    "Give starts behind the expressions": fit(p0=[1]),
+    "Write parameters=": fit(p0=[1]),
+    "Write fixed=": fit(vary=[1]),
+    "Write bounds=": fit(min=[1]),
+    "Write seed=": lambda c, d: c.search(d, random_state=1),
+    "Write counts=, nesting=": lambda c, d: c.search(d, constraints={}),
+    "Use held_out, loss, ": lambda c, d: c.propose(d, ["x1"], p0=1),
+    "Did you mean weights=": lambda c, d: c.upload(X, weight=[1]),
+    "Write weights=": lambda c, d: c.upload(X, yerr=[1]),
+    'the address as "HOST:PORT"': lambda c, d: warpfit.connect(host="h", port=1),
+    "timeout= to each call": lambda c, d: warpfit.connect_async(timeout=1),
+    "Did you mean address=": lambda c, d: warpfit.connect(adress="h:1"),
+    r'local\("--devices", "cpu"\)': lambda c, d: warpfit.local(devices="cpu"),
     "weights= to upload": fit(sigma=[1]),
     "max_iterations=": fit(maxfev=9),
     "from_deap": evaluate(operators={"a": "b"}),

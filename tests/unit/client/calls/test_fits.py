@@ -157,6 +157,7 @@ def test_a_formula_of_several_is_named(client, data):
         for place in ((), (None,), (2,), (-3,), (0.0,), (0, 1)):
             refused(r"Give (a whole number from 0 to 1|0,)", ask, *place)
     assert fit.formula(-1) == fit.formula(1)
+    assert fit.texts == [str(fit.formula(0)), str(fit.formula(1))]
     np.testing.assert_array_equal(fit.band(X, 1).values, X[:, 0])
     starts = client.optimize(data, "p1*x1", [[0.0], [5.0]], all_starts=True, covariance=True)
     refused("start is None", starts.band, X)
@@ -168,11 +169,35 @@ def test_a_search_that_could_not_begin_says_what_to_do(client, data):
     assert fit.reason[0] is Reason.NOT_FINITE
     assert fit.hint.startswith("1 search could not begin")
     assert fit.hint in repr(fit)
+    assert 'restarts=8, missing="drop", or other units' in fit.hint
+    fit = client.optimize(data, "log(-x1)*p1", missing="drop", restarts=1)
+    assert fit.hint.endswith("finite in all rows, or other units")  # not what is given already
+    holed = np.where(np.arange(50) == 3, np.nan, X[:, 0])
+    for weights, is_said in ((None, True), (np.arange(50) != 3, False)):
+        fit = client.optimize(client.upload(X, holed, weights), "p1*x1", missing="drop")
+        assert ("the target has rows that are NaN or infinite" in fit.hint) == is_said
     gap = client.optimize(data, ["p1*x1", "p1*x1 + p3"])
     assert str(gap).endswith("expression 1 has no p2: number parameters without gaps")
     assert client.optimize(data, ["p2*x1 + p1"]).hint == ""
     constant = client.upload(X, np.full(50, 3.0), dtype="float64")
     assert np.isnan(client.optimize(constant, "p1 + p2*x1", loss="rmse").r2).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "hint"),
+    [
+        ("p1*exp(x1 + p2)", {}, "p1, p2 are not determined by the data"),
+        ("p1*x1 + p2", {"bounds": (-9.0, [0.5, 9.0])}, "p1 ends at a bound, where"),
+        ("p1*x1 + p2", {"bounds": (-9.0, 0.5), "method": "bfgs"}, "p1, p2 end at a bound"),
+        ("p1*x1 + p2", {"bounds": (-9.0, 1.0), "fixed": [[True, False]]}, ""),
+        ("p1*x1 + p2", {}, ""),
+        (["p1*x1", "p1 + p2 + x1"], {}, "p1, p2 of expression 1 are not determined by the data"),
+    ],
+)
+def test_parameters_that_are_not_determined_or_at_a_bound_are_told(client, text, options, hint):
+    data = client.upload(X, X[:, 0], dtype="float64")
+    found = client.optimize(data, text, **options).hint
+    assert found.startswith(hint) and bool(found) == bool(hint)
 
 
 # ------------------------------------------------------------- results in a terminal and a notebook

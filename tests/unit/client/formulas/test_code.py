@@ -64,6 +64,7 @@ def test_numpy_functions_take_frames_by_name():
         function(pd.DataFrame(columns).drop(columns="b"), [10])
     masked = np.ma.array([[1.0], [2.0]], mask=[[False], [True]])
     np.testing.assert_array_equal(parse("x1 + 1").to_numpy()(masked), [2.0, np.nan])
+    assert parse("2*x1").to_numpy()(np.arange(3.0)).tolist() == [0.0, 2.0, 4.0]  # one column
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,10 @@ def test_names_that_a_language_uses_are_replaced_and_said(language, tmp_path):
 
 
 def test_reserved_words_and_other_languages():
+    for language in ("c", "c++"):  # the name of a header is free
+        names = ["h", "include", "math"]
+        code = parse("h*include*math", names).code(language, names)
+        assert code.names == {name: name for name in names}
     for language, words in {
         "c": "double linux NAN near int",
         "c++": "new class std this and",

@@ -19,8 +19,11 @@ from support.refusals import refused
 from warpfit.errors import ParseError
 from warpfit.expressions import reference
 from warpfit.frontends import as_population, as_program, from_prefix
+from warpfit.frontends.deap import from_deap
+from warpfit.frontends.gplearn import from_gplearn
 from warpfit.frontends.operon import TYPES, from_operon, to_operon, to_operon_infix
 from warpfit.frontends.pysr import FUNCTIONS, from_pysr
+from warpfit.frontends.sympy import from_sympy
 from warpfit.ir import Program
 from warpfit.losses import as_loss
 from warpfit.ops import OPERATORS
@@ -39,6 +42,12 @@ def test_lists_of_mixed_expressions():
         *(
             (f"UNKNOWN_EXPRESSION_TYPE: .*{type(thing).__name__}.*SymPy", as_program, thing)
             for thing in (None, 3j, b"x1", ["x1"], {"x1"}, object())
+        ),
+        *(
+            (f"UNKNOWN_EXPRESSION_TYPE: .*{type(thing).__name__} .*{remedy}", read, thing)
+            for read in (from_sympy, from_gplearn, from_deap, from_pysr)
+            for thing, remedy in (("add(x1, x2)", "warpfit.parse"), (None, "Give "), (3, "Give "))
+            if read is not from_pysr or thing != "add(x1, x2)"
         ),
         ("EXPECTED_OPERAND: .*expression 2", as_population, ["x1", "x2", "x1 +"]),
         ("UNKNOWN_EXPRESSION_TYPE: .*expression 2", as_population, ["x1", "x2", None]),

@@ -4,6 +4,7 @@ import functools
 import math
 import operator
 import random
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -306,6 +307,17 @@ def test_scores_fail_low_and_an_error_names_the_tree(toolbox, pset, evaluator):
     both = [toolbox.individual(), bad]
     assert refused("'gate'", evaluator().score, both).expression == 1
     assert len(evaluator(operators={"gate": "max"}).score(both)) == 2
+
+
+def test_an_evaluator_checks_and_shows_what_it_is_made_of(pset, evaluator):
+    pset.addPrimitive(max, 2, name="gate")
+    shown = repr(evaluator(fit_iterations=3))
+    assert re.fullmatch("<Evaluator of mse on <UploadedData.*>, 3 iterations of fits>", shown)
+    refused("mean max", evaluator, operators={"gate": "maxx"})
+    refused("mean gate", evaluator, operators={"gat": "max"})
+    refused("mean loss=", evaluator, losss="mse")
+    evaluator(operators={"of_another_pset": "max"})
+    refused("data is <class 'tuple'>", Evaluator, evaluator().client, (ROWS, TARGET), pset)
 
 
 # ------------------------------------------------------------------------------------------ gplearn
