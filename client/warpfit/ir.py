@@ -78,8 +78,8 @@ class Program:
     _codes: bytes
     _values: bytes
 
-    def __init__(self, codes: ArrayLike, values: ArrayLike) -> None:
-        """Copy and validate the tokens."""
+    def __init__(self, codes: ArrayLike, values: ArrayLike = ()) -> None:
+        """Copy and validate the tokens; text is refused, which `warpfit.parse` reads."""
         code_array, value_array = _token_arrays(codes, values)
         starts = np.array([0, len(code_array)])
         if not are_well_formed(code_array, value_array, starts, starts[1:]):
@@ -307,10 +307,10 @@ class Program:
         """Return a function of X [rows, variables] that needs NumPy alone, and gives values [rows].
 
         It computes in float64, whatever the dtype of X is, and raises TypeError for what are no
-        numbers, such as text. Masked cells are NaN. A pandas or Polars frame is read by ``names``,
-        by position without them. A program with parameters gives a function of X and p
-        [parameters]. The attribute ``source`` of the function is its text, which a project can keep
-        instead of warpfit; ``names`` is that of `code`.
+        numbers, such as text. Masked cells are NaN. X [rows] is one variable. A pandas or Polars
+        frame is read by ``names``, by position without them. A program with parameters gives a
+        function of X and p [parameters]. The attribute ``source`` of the function is its text,
+        which a project can keep instead of warpfit; ``names`` is that of `code`.
 
         Args:
             names: names of the variables, for the text and for frames.
@@ -386,6 +386,8 @@ def _token_arrays(
     codes: ArrayLike, values: ArrayLike
 ) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
     try:
+        if isinstance(codes, str):
+            raise TypeError(f"{codes[:100]!r} is a text")
         given = np.array(codes, ndmin=1)
         code_array = given.astype(np.uint8)
         numbers = real_numbers(values, "values", place="token")

@@ -47,6 +47,10 @@ def test_malformed_programs_are_refused(codes, values, reason, token):
     assert error.remedy
 
 
+def test_a_text_is_no_program():
+    assert program_error("x1 + 2", ()).remedy == "Parse texts with warpfit.parse"
+
+
 @given(programs())
 def test_programs_are_immutable_hashable_and_picklable(program):
     again = pickle.loads(pickle.dumps(program))

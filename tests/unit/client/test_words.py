@@ -78,7 +78,7 @@ def found():
             **{"client": client, "data": data, "fit": client.optimize(data, ["p1*x1"])},
             **{"answer": client.run(data, ["x1"], loss="mse"), "table": TABLE, "warpfit": warpfit},
             **{"search": client.search(data, generations=1), "equation": TABLE[0], **ESTIMATORS},
-            "proposals": client.propose(data, ["p1*x1"]),
+            **{"proposals": client.propose(data, ["p1*x1"]), "program": warpfit.parse("x1")},
         }
 
 
@@ -98,6 +98,9 @@ def found():
         ("warpfit", "conect", r"Did you mean connect\?"),
         ("warpfit", "search", "Use search of a client"),
         ("warpfit", "curve_fit", "Use optimize of a client"),
+        ("program", "predict", r"Use to_numpy\(\)"),
+        ("program", "to_latex", r"Use latex\(\)"),
+        ("program", "simplfy", r"Did you mean simplify\?"),
         ("proposals", "errors", r"Use \[answer.error for answer in found\]"),
         ("proposals", "bes", r"Did you mean best\?"),
         ("regressor", "plot_fronts", r"Did you mean plot_front\?"),
