@@ -83,7 +83,7 @@ class TestProcess:
             ("fail(ResourceExhaustedError('too large', 'LARGE'))", ResourceExhaustedError, "LARGE",
              "too large"),
             ("fail(ValueError('no compiler'))", InternalError, None, "no compiler"),
-            ("os._exit(1)", InternalError, "COMPILER_DIED", ""),
+            ("os._exit(1)", InternalError, "COMPILER_DIED", "has died"),
         ],
     )  # fmt: skip
     def test_a_job_that_fails_or_kills_it_fails_alone(self, process, job, error, reason, words):
