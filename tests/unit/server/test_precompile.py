@@ -17,6 +17,7 @@ from warpfit_server.system.compile_cache import engine_environment
 #: code of fits is loaded, too.
 SCRIPT = """
 import sys
+from dataclasses import replace
 from numba.core import compiler
 sys.path.append(sys.argv[1])
 from support.engines.gradients import ask
@@ -41,7 +42,9 @@ kernels._compile = counted(kernels._compile)
 compile_processes.python_child = counted(compile_processes.python_child)
 engine = CpuEngine(1)
 for gradient in (False, True):
-    ask(engine, DATA, an_evaluation(loss=Loss.MSE, gradient=gradient))
+    evaluation = an_evaluation(loss=Loss.MSE, gradient=gradient)
+    # Arrays of a request can be written to, and are of another type than those that cannot.
+    ask(engine, DATA, replace(evaluation, batch=evaluation.batch.copy()))
 for function in (levenberg_marquardt.advance, bfgs.advance, separable.mark_linear):
     assert function.signatures, "fits load nothing after a pass of the engine"
 print(count)
@@ -66,9 +69,7 @@ def started(monkeypatch):
     found = []
 
     def child(option, module, place, *shares):
-        found.extend(
-            name for share in shares for name in share.partition(":")[2].split(",") if name
-        )
+        found.extend(name for share in shares for name in share.split(":", 2)[2].split(",") if name)
         return {"args": ["true"], "env": {}}
 
     monkeypatch.setattr(compile_processes, "python_child", child)

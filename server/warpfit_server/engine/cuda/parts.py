@@ -3,7 +3,7 @@
 NVRTC and nvJitLink compile on one core and keep some 250 MiB, so several processes compile the
 groups of parts into the cache (`compile_processes`), and the engine loads them from there::
 
-    python -m warpfit_server.engine.cuda.parts DIRECTORY LOCK:ARCHITECTURE/GROUP/PART,...
+    python -m warpfit_server.engine.cuda.parts DIRECTORY LOCK:NAME:ARCHITECTURE/GROUP/PART,...
 """
 
 from __future__ import annotations
@@ -129,5 +129,5 @@ def _run(place: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
-    named = [name for word in sys.argv[2:] for name in word.partition(":")[2].split(",")]
+    named = [name for word in sys.argv[2:] for name in word.split(":", 2)[2].split(",")]
     compile_processes.run_parts({n: partial(_run, name=n) for n in named}, sys.argv[1:])

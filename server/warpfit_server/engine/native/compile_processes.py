@@ -47,7 +47,7 @@ def begin(
 
     Each one has the lock of every group until it has compiled its share of that group. So one
     engine at a time has a group compiled, and `wait` is over when the last process has done its
-    share, even if the engine has ended itself.
+    share, which notes that the group is done, even if the engine has ended itself.
 
     Args:
         place: a directory, which need not exist.
@@ -70,7 +70,10 @@ def begin(
         if locks:
             _LOG.info("compiling %s into %s (first start only)", ", ".join(locks), place)
         for share in _share_out([groups[group] for group in locks], processes):
-            words = [f"{lock}:{','.join(p)}" for lock, p in zip(locks.values(), share, strict=True)]
+            words = [
+                f"{lock}:{group}:{','.join(names)}"
+                for (group, lock), names in zip(locks.items(), share, strict=True)
+            ]
             child = python_child("-m", module, str(place), *words)
             streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
             # Not in the working directory, where Numba would look for a file of settings.
@@ -79,26 +82,32 @@ def begin(
 
 
 def wait(place: Path, group: str) -> None:
-    """Wait until no process compiles a group any more, and note that it is done."""
-    done = place / f"{group}.complete"
-    if not os.access(done, os.F_OK):
-        with contextlib.suppress(OSError), _locked(place, group):
-            compile_cache.write_plain(done, b"")
+    """Wait until no process compiles a group any more."""
+    if not os.access(place / f"{group}.complete", os.F_OK):
+        _note_done(place, group)
 
 
 def run_parts(parts: Mapping[str, Callable[[Path], object]], arguments: Sequence[str]) -> None:
     """Compile parts in this process, which `begin` has started with these arguments.
 
-    These are the directory, and for each group its lock and the names of parts.
+    These are the directory, and for each group its lock, its name and the names of parts.
     """
     gc.disable()  # almost nothing is garbage, and looking for it takes a seventh of the time
+    place = Path(arguments[0])
     for index, word in enumerate(arguments[1:]):
-        lock, _, names = word.partition(":")
+        lock, group, names = word.split(":", 2)
         if index == 1:
             os.nice(_BACKGROUND_NICE)  # from here on evaluations have priority
         for name in names.split(",") if names else ():
-            parts[name](Path(arguments[0]))
+            parts[name](place)
         os.close(int(lock))
+        _note_done(place, group, fcntl.LOCK_NB)  # unless another process is at it: that will
+
+
+def _note_done(place: Path, group: str, flag: int = 0) -> None:
+    """Note that a group is compiled, once no process has its lock."""
+    with contextlib.suppress(OSError), _locked(place, group, flag):
+        compile_cache.write_plain(place / f"{group}.complete", b"")
 
 
 def _share_out(

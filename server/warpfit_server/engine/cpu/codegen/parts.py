@@ -3,7 +3,7 @@
 `GROUPS` says what is needed when. At the first start several processes compile the groups one after
 the other (`compile_processes`)::
 
-    python -m warpfit_server.engine.cpu.codegen.parts DIRECTORY LOCK:PART,...
+    python -m warpfit_server.engine.cpu.codegen.parts DIRECTORY LOCK:GROUP:PART,...
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def test_processes_get_parts_of_about_equal_time(count, monkeypatch):
 
     def child(option, module, place, *words):
         shares.append(
-            [[name for name in word.partition(":")[2].split(",") if name] for word in words]
+            [[name for name in word.split(":", 2)[2].split(",") if name] for word in words]
         )
         return {"args": ["true"], "env": {}}
 
@@ -66,12 +66,17 @@ run_parts({"first": lambda place: compile, "second": compile}, sys.argv[1:])
 """
 
 
-def test_one_engine_compiles_and_the_others_wait_for_each_group(monkeypatch, tmp_path):
+@pytest.fixture
+def groups(monkeypatch):
+    """Groups that processes are started for, which take until there is a file."""
     child = compile_processes.python_child
     monkeypatch.setattr(
         compile_processes, "python_child", lambda _, __, *words: child("-c", COMPILER, *words)
     )
-    groups = {"early": {("first",): 1.0}, "late": {("second",): 1.0}}
+    return {"early": {("first",): 1.0}, "late": {("second",): 1.0}}
+
+
+def test_one_engine_compiles_and_the_others_wait_for_each_group(groups, tmp_path):
     with ThreadPoolExecutor(4) as pool:
         for _ in range(4):
             compile_processes.begin(tmp_path, "module", groups, 1)
@@ -82,6 +87,15 @@ def test_one_engine_compiles_and_the_others_wait_for_each_group(monkeypatch, tmp
         (tmp_path / "go on").touch()
     compile_processes.begin(tmp_path, "module", groups, 1)
     assert (tmp_path / "log").read_text() == "."
+
+
+def test_a_group_is_done_though_its_engine_has_ended_before(groups, tmp_path):
+    """Else each of many short runs would start processes again."""
+    compile_processes.begin(tmp_path, "module", groups, 2)
+    eventually((tmp_path / "early.complete").exists)
+    assert not (tmp_path / "late.complete").exists()
+    (tmp_path / "go on").touch()
+    eventually((tmp_path / "late.complete").exists)
 
 
 # ------------------------------------------------------------------------------------- sealed files
