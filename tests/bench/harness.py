@@ -1,4 +1,4 @@
-"""What the benchmark programs share: flags, servers, timing in turns, and result files.
+"""Flags, servers, timing in turns and result files of the benchmark programs.
 
 Importing it makes ``support`` importable. ``python tests/bench/run.py`` lists the programs.
 """

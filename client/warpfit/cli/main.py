@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             with warnings.catch_warnings():
-                # Of the place in the code users know nothing.
+                # The place in the code says nothing to users.
                 warnings.showwarning = lambda said, *_, **__: tell(f"warpfit: warning: {said}")
                 return _run(words)
         finally:

@@ -342,7 +342,7 @@ class EquationTable:
     chosen: int | None = None
     """Row that is chosen, which the printed table marks with a star."""
     criterion: str = ""
-    """What has chosen it, as ``model_selection``."""
+    """The criterion that has chosen the row, as ``model_selection`` names it."""
 
     def __len__(self) -> int:
         """Count the equations."""

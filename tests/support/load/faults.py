@@ -405,7 +405,7 @@ def is_clean(seen: dict[str, Any]) -> bool:
 
 
 def held(server: ServerProcess) -> dict[str, int]:
-    """What main process and front ends hold: shared memory, descriptors, private memory."""
+    """Shared memory, descriptors and private memory of the main process and the front ends."""
     return {
         "shared_bytes": server.shared_memory(),
         "descriptors": server.descriptors(),
@@ -414,7 +414,7 @@ def held(server: ServerProcess) -> dict[str, int]:
 
 
 def _settled(server: ServerProcess, before: dict[str, int], seconds: float = 20) -> dict[str, int]:
-    """What the server holds once it has no more than before, or after some time."""
+    """Memory and descriptors of the server once they are no more than before, or after a time."""
     deadline = time.monotonic() + seconds
     now = held(server)
     while any(now[x] > before[x] for x in _COUNTS) and time.monotonic() < deadline:

@@ -411,7 +411,7 @@ def test_an_embedded_server_that_dies_is_not_waited_for(fake_server):
 
 
 def test_a_search_has_the_credentials_of_its_flags(monkeypatch, tmp_path):
-    """Of a server that is named; one that is started for it speaks plain text."""
+    """They are of a server that is named; one that is started for a command speaks plain text."""
     token, table = write_secret(tmp_path / "token", "secret"), tmp_path / "t.csv"
     table.write_text("x1,y\n1,1\n2,2\n")
     words = [str(table), "--target", "y", "--token-file", str(token), "--ca", "ca.pem"]

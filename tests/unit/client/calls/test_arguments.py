@@ -233,7 +233,7 @@ CASES = {
     "progress is 5": lambda c, d: c.propose(d, ["p1*x1"], progress=5),
     "needs a target  ": lambda c, d: c.propose(c.upload(X), ["p1*x1"]),
     "a list of skeletons": lambda c, d: c.propose(d, {"p1*x1", "p1*x2"}),
-    # What other packages, or slips, call it.
+    # Names that other packages have for it, and slips.
     "Write parameters=": fit(p0=[1]),
     "Write fixed=": fit(vary=[1]),
     "Write bounds=": fit(min=[1]),
@@ -385,7 +385,7 @@ def test_what_is_no_vector_of_parameters_is_refused():
 
 
 class Lazy:
-    """What gives a masked array when it is asked for one, as variables of NetCDF files do."""
+    """An object that gives a masked array when asked for one, as variables of NetCDF files do."""
 
     def __array__(self, dtype=None, copy=None):
         return np.ma.array([1.0, 2.0], mask=[False, True])
@@ -413,7 +413,7 @@ class OnDevice:
 
 
 class OnHost:
-    """What has DLPack alone."""
+    """An array that has DLPack alone."""
 
     def __dlpack__(self, **options):
         return np.array([1.0, 2.0]).__dlpack__(**options)
@@ -423,7 +423,7 @@ class OnHost:
 
 
 class Elsewhere(OnHost):
-    """What DLPack cannot copy to the host."""
+    """An array that DLPack cannot copy to the host."""
 
     def __dlpack__(self, **options):
         raise BufferError("on the device alone")

@@ -1,4 +1,4 @@
-"""What an estimator asks of the engine's search; formulas as matrices, their rules and units."""
+"""An estimator's requests to the engine's search; formulas as matrices, their rules and units."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_data_sets_are_spread_and_small_ones_live_everywhere():
     st.booleans(),
 )
 def test_a_call_gets_every_server_that_may_answer_before_it_pauses(names, events, is_large):
-    """Whatever has happened before: none twice, one at first, no attempt is counted for ever."""
+    """No server is tried twice, one is tried at first, and no attempt is counted for ever."""
     servers, clock = made(names)
     place = (b"c" * 32, LARGE if is_large else 1)
     for what, seconds in events:

@@ -80,7 +80,7 @@ def test_requests_that_differ_in_nothing_but_programs_have_the_same_key(key, gra
     [
         *(({"loss": Loss.MAE}, False), ({"rows": (0, 7)}, False), ({"gradient": True}, False)),
         ({"precision": Precision.FAST}, False),
-        # What wants more than losses, or is a suspect.
+        # A request that wants more than losses, or is a suspect.
         *(({"values": True}, True), ({"loss": None, "values": True}, True)),
         ({"gradient": True, "values": True}, True),
         ({"gradient": True, "variable_gradient": True}, True),

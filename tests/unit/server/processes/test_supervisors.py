@@ -477,7 +477,7 @@ def test_an_engine_serves_when_it_has_its_data_sets_and_no_more_once_it_is_lost(
 
 @pytest.mark.parametrize("error", [None, FULL, "lost"])
 def test_a_load_that_is_forgotten_and_asked_for_again_has_an_answer_of_its_own(engine, error):
-    """Of an engine that is asked to forget a data set while it loads that."""
+    """An engine is asked to forget a data set while it loads that."""
     segment = SegmentPool(0).create(DATA.layout.nbytes)
     dataset = SimpleNamespace(key=b"data", layout=DATA.layout, segment=segment)
     engine.ready(engine.ours)

@@ -153,7 +153,7 @@ def test_statistics_have_as_many_numbers_as_their_memory():
 # ------------------------------------------------------------------------------- Python as CUDA C++
 
 
-# What kernels have computes the same: tests of genomes and of small fits compare it with Python.
+# Tests of genomes and of small fits compare the language of kernels with Python.
 
 
 Floats = NDArray[np.float64]
@@ -161,7 +161,7 @@ Floats = NDArray[np.float64]
 
 @inlined
 def example(table: Floats, scale: float) -> float:
-    """What the translator knows and no kernel has at present."""
+    """Words that the translator knows and no kernel has at present."""
     total, count, found = 0.0, 0, False
     for i in range(0, table.shape[1], 2):
         if table[0, i] < 0.0 < scale and not found:

@@ -536,7 +536,7 @@ ARITIES = (2, 1)
          "7.5 + sin(x1)*sin(x1) + 0.3"),
         ("g(x1)", ("x1", "twice(x1, sin(x1))"), "sin(x1) + x1*x1"),
         (None, ("twice(x3, twice(x1, x2))",), "x2 + x1*x1 + x3*x3"),
-        # What is longer than a formula may be has one token.
+        # A formula that would be too long has one token.
         ("g(g(g(g(g(g(g(g(g(x1)))))))))", ("x1", "x1*x1*x1"), None),
     ],
 )  # fmt: skip
