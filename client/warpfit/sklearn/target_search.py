@@ -496,16 +496,7 @@ class TargetSearch:
         """Return the equations as they are shown, and make sure of the reason of the end."""
         if self.reason == "tolerance" and not any(self._is_exact(each.excess) for each in front):
             self.reason = "max_seconds" if time.monotonic() > self.deadline else "generations"
-        front = self._in_given_units(front)
-        if not front:
-            raise InvalidArgumentError(
-                f"no formula of at most max_size={self.options.max_size} has room for the factors "
-                "that bring numbers as large or small as these to the range of the search",
-                "UNSATISFIABLE",
-                "Raise max_size by 4, or give the target and the variables in units near 1",
-                "max_size",
-            )
-        return front
+        return self._in_given_units(front)
 
     def _finished(
         self, stack: ExitStack, search: Found, progress: Progress, uploading: float
@@ -747,6 +738,14 @@ class TargetSearch:
                     equation=self._texts(program)[0],
                     latex=self._texts(program)[1],
                 )
+            )
+        if not found:
+            raise InvalidArgumentError(
+                f"no formula of at most max_size={self.options.max_size} has room for the factors "
+                "that bring numbers as large or small as these to the range of the search",
+                "UNSATISFIABLE",
+                "Raise max_size by 4, or give the target and the variables in units near 1",
+                "max_size",
             )
         return found
 
