@@ -224,6 +224,16 @@ def test_every_column_is_that_of_its_formula_and_rows_held_out_choose(search):
     assert chosen.r2_held_out >= 0.0 or chosen.program.variables == 0
 
 
+@pytest.mark.parametrize("seconds", [1e-3, 60.0])
+def test_numbers_that_leave_no_room_for_their_units_are_refused(server: ServerProcess, seconds):
+    model = SymbolicRegressor(
+        address=server.address, generations=1, max_size=1, max_seconds=seconds,
+        units=["m"], target_unit="m", dimensionless_constants=True, guesses=["x1"],
+    )  # fmt: skip
+    with pytest.raises(InvalidArgumentError, match="max_size=1 has room for the factors"):
+        model.fit([[0.6]], [1.6e155])
+
+
 def test_losses_that_may_be_negative_choose_formulas(search):
     X = points(200)
     y = np.random.default_rng(1).poisson(np.exp(X[:, 0])).astype(float)
