@@ -21,7 +21,7 @@ from warpfit import codec, parse
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
 from warpfit.expressions import reference
-from warpfit.fitting import FitRequest, FitSettings, Method, Missing
+from warpfit.request import FitRequest, FitSettings, Method, Missing
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit.request import Evaluation, Loss, Precision

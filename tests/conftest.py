@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from warpfit_server.system.compile_cache import engine_environment
+from warpfit_server.compile_cache import engine_environment
 
 pytest.register_assert_rewrite("support.suites.derivatives", "support.suites.losses")
 
@@ -63,10 +63,10 @@ def pytest_sessionstart() -> None:
     """
     if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
         return  # it collects the tests, and so compiles every module's bytecode for the others
+    from warpfit_server.compile_cache import default_cache_directory, make_private_directory
     from warpfit_server.engine.cpu.codegen import parts
     from warpfit_server.engine.cuda.derivatives import launches
-    from warpfit_server.system.compile_cache import default_cache_directory, make_private_directory
-    from warpfit_server.system.machine import available_cores
+    from warpfit_server.machine import available_cores
 
     def load_lowering() -> None:
         make_private_directory(default_cache_directory())

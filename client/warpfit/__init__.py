@@ -35,13 +35,12 @@ from warpfit.errors import (
     attribute_error,
     did_you_mean,
 )
-from warpfit.fitting import Accuracy, Method, Reason
 from warpfit.ir import Batch, Population, Program
 from warpfit.losses import Closing, Loss, LossFunction
 
 # Bound now, because importing the module `warpfit.parse` later would shadow the function.
 from warpfit.parse import define, parse
-from warpfit.request import Precision, Tier
+from warpfit.request import Accuracy, Method, Precision, Reason, Tier
 from warpfit.transport.connection import RetryPolicy, TransportConfig, configure_grpc
 
 configure_grpc()

@@ -27,7 +27,15 @@ from warpfit.calls.arguments import (
     shows_keywords,
 )
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
-from warpfit.calls.proposals import Proposals, ProposeOptions, ProposeTask, TriedSkeletons
+from warpfit.calls.proposals import (
+    Proposals,
+    ProposeOptions,
+    ProposeTask,
+    Simplification,
+    SimplifyOptions,
+    SimplifyTask,
+    TriedSkeletons,
+)
 from warpfit.calls.results import Answer, Fit, Output, Values
 from warpfit.calls.search import (
     SearchEndedError,
@@ -36,7 +44,6 @@ from warpfit.calls.search import (
     SearchRun,
     build_search,
 )
-from warpfit.calls.simplification import Simplification, SimplifyOptions, SimplifyTask
 from warpfit.calls.splitting import KnownLimits, searches
 from warpfit.dataset import warn_of_lost_digits
 from warpfit.embedded import embedded_server
@@ -51,10 +58,9 @@ from warpfit.errors import (
 )
 from warpfit.evidence import gather
 from warpfit.expressions.language import locate
-from warpfit.fitting import FitProgress, FitRequest, FitResult
 from warpfit.ir import Batch
 from warpfit.parse import place_in
-from warpfit.request import Evaluation, Result
+from warpfit.request import Evaluation, FitProgress, FitRequest, FitResult, Result
 from warpfit.searching import SearchReason
 from warpfit.server_info import ServerInfo
 from warpfit.transport.call import CallingBack, Cancellation, Deadline, Request, only

@@ -29,23 +29,21 @@ from warpfit import errors
 from warpfit import server_info as info
 from warpfit.dataset import DTYPE_CODES, DTYPES, ClientDataset, DatasetReference, Layout, ServerFile
 from warpfit.errors import REQUEST_ID_KEY, InternalError, InvalidArgumentError, WarpfitError
-from warpfit.fitting import (
-    REASONS,
-    FitProgress,
-    FitRequest,
-    FitResult,
-    FitSettings,
-    Method,
-    Missing,
-)
 from warpfit.ir import Batch, Program
 from warpfit.losses import Closing, LossFunction
 from warpfit.ops import FIRST_OPERATOR, OPERATORS
 from warpfit.request import (
     FURTHER_OUTPUTS,
     OUTPUTS,
+    REASONS,
     Evaluation,
+    FitProgress,
+    FitRequest,
+    FitResult,
+    FitSettings,
     Loss,
+    Method,
+    Missing,
     Precision,
     Result,
     Tier,

@@ -37,7 +37,7 @@ from warpfit.ops import ARITIES, CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER
 if TYPE_CHECKING:
     from warpfit.calls.arguments import FitOptions
     from warpfit.calls.dataset_handle import DatasetHandle
-    from warpfit.fitting import FitRequest, FitResult
+    from warpfit.request import FitRequest, FitResult
     from warpfit.transport.call import Deadline
 
 Floats = NDArray[np.float64]

@@ -31,8 +31,16 @@ conventions; a one-sided or infinite limit, such as that of ``sqrt`` at 0, is no
 
 In the chain rule, a product of derivatives is 0 where one factor is 0, even if the other factor is
 infinite or NaN. So ``where`` passes nothing to the branch that it does not take.
+
+Functions of the kernel language that NumPy has not, or not for all numbers.
+
+`power`, `erf`, `erfc`, `tgamma` and `lgamma` need nothing but NumPy and the standard library: their
+text is copied into the functions that `warpfit.Program.code` writes.
 """
 
+from __future__ import annotations
+
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -41,7 +49,80 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.expressions import special
+
+def power(a: Any, b: Any) -> Any:
+    """Return a to the power of b, also where NumPy has sqrt(a) for b = 0.5: at -inf and -0."""
+    is_other = (np.asarray(b) == 0.5) & ((np.asarray(a) == 0.0) | (np.asarray(a) == -np.inf))
+    return np.where(is_other, np.abs(a), np.power(a, b))
+
+
+def erf(a: np.ndarray) -> np.ndarray:
+    """Return the error function in float64."""
+    return np.asarray(np.vectorize(math.erf, otypes=[float])(a))
+
+
+def erfc(a: np.ndarray) -> np.ndarray:
+    """Return 1 - erf(a) in float64, without the cancellation."""
+    return np.asarray(np.vectorize(math.erfc, otypes=[float])(a))
+
+
+def tgamma(a: np.ndarray) -> np.ndarray:
+    """Return the gamma function in float64, at its poles as C: ±inf at ±0, else NaN."""
+
+    def one(x: float) -> float:
+        try:
+            return math.gamma(x)
+        except (OverflowError, ValueError):
+            return math.copysign(math.inf, x) if x > -1.0 else math.nan
+
+    return np.asarray(np.vectorize(one, otypes=[float])(a))
+
+
+def lgamma(a: np.ndarray) -> np.ndarray:
+    """Return log |gamma(a)| in float64; next to 1 and 2 with an absolute error of 1e-15."""
+
+    def one(x: float) -> float:
+        try:
+            return math.lgamma(x)
+        except (OverflowError, ValueError):
+            return math.inf
+
+    return np.asarray(np.vectorize(one, otypes=[float])(a))
+
+
+#: Coefficients of 1 / z^2, 1 / z^4, ... in log(z) - 1 / (2 z) - digamma(z).
+SERIES = (1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132, -691 / 32760, 1 / 12)
+
+
+def digamma(
+    a: Any,
+    select: Callable[..., Any] = np.where,
+    floor: Callable[..., Any] = np.floor,
+    log: Callable[..., Any] = np.log,
+    tan: Callable[..., Any] = np.tan,
+) -> Any:
+    """Return the derivative of `lgamma`: ∓inf at ±0, and 0 at its other poles.
+
+    Reflection where a < 1/2, recurrence to z >= 8.5, and there the asymptotic series (Abramowitz
+    and Stegun 1964, 6.3.7, 6.3.6 and 6.3.18). Other arguments than NumPy arrays bring their own
+    functions.
+    """
+    is_reflected = a < 0.5
+    x = select(is_reflected, 1.0 - a, a)
+    z = x + 8.0
+    inverse_square = 1.0 / (z * z)
+    series = SERIES[-1] * inverse_square
+    for coefficient in SERIES[-2::-1]:
+        series = (series + coefficient) * inverse_square
+    steps = 1.0 / x
+    for k in range(1, 8):
+        steps = steps + 1.0 / (x + float(k))
+    result = log(z) - 0.5 / z - series - steps
+    fraction = a - floor(a + 0.5)
+    reflected = result - math.pi / tan(math.pi * fraction)
+    is_pole = (a < 0.0) & (floor(a) == a)
+    return select(is_pole, 0.0, select(is_reflected, reflected, result))
+
 
 Array = NDArray[Any]
 
@@ -185,7 +266,7 @@ _ROWS: Final = (
         notes="x/0 is ±inf, 0/0 is NaN",
     ),
     Operator(
-        code=20, name="pow", arity=2, symbol="^", precedence=80, numpy=special.power,
+        code=20, name="pow", arity=2, symbol="^", precedence=80, numpy=power,
         kernel="pow(a, b)",
         derivative=(
             "select(b == 0, 0, select(a == 0, "
@@ -390,7 +471,7 @@ _ROWS: Final = (
         notes="1 / (1 + exp(-a)), without overflow",
     ),
     _function(
-        65, "erf", special.erf, "1.1283791670955126 * exp(-a * a)",
+        65, "erf", erf, "1.1283791670955126 * exp(-a * a)",
         latex=r"\operatorname{{erf}}\left({a}\right)",
     ),
     Operator(
@@ -441,12 +522,12 @@ _ROWS: Final = (
     ),
     # The gamma function
     _function(
-        71, "gamma", special.tgamma, "r * digamma(a)", kernel="tgamma(a)",
+        71, "gamma", tgamma, "r * digamma(a)", kernel="tgamma(a)",
         cuda="called_tgamma(a)", latex=r"\Gamma\left({a}\right)",
         notes="±inf at ±0, NaN at -1, -2, ... and -inf",
     ),
     _function(
-        72, "lgamma", special.lgamma, "digamma(a)", cuda="called_lgamma(a)",
+        72, "lgamma", lgamma, "digamma(a)", cuda="called_lgamma(a)",
         latex=r"\ln\left|\Gamma\left({a}\right)\right|", sympy="log(Abs(gamma(a)))",
         notes="log|gamma(a)|; inf at 0, -1, -2, ...", slope_notes="0 at -1, -2, ...",
     ),
@@ -465,7 +546,7 @@ _ROWS: Final = (
         notes="to the nearest whole number; halves to the even one",
     ),
     _function(
-        75, "erfc", special.erfc, "-1.1283791670955126 * exp(-a * a)", cuda="called_erfc(a)",
+        75, "erfc", erfc, "-1.1283791670955126 * exp(-a * a)", cuda="called_erfc(a)",
         latex=r"\operatorname{{erfc}}\left({a}\right)", notes="1 - erf(a), without cancellation",
     ),
 )  # fmt: skip

@@ -1,23 +1,31 @@
-"""The request and the result of Evaluate."""
+"""The request and the result of Evaluate.
+
+The request and the result of Optimize.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 from itertools import compress
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Layout
 from warpfit.display import Shown, TextTable
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.ir import Batch
 from warpfit.losses import BUILT_IN, LossFunction
 from warpfit.losses import Loss as Loss
+
+if TYPE_CHECKING:
+    from warpfit.dataset import Layout
 
 
 class Precision(StrEnum):
@@ -101,7 +109,7 @@ class Evaluation:
 
     dataset_id: bytes
     """Names the data set, 32 bytes: for clients its SHA-256 content id; inside a server the key of
-    the tenant's data set, see `warpfit_server.tenancy.tenants.key_of`."""
+    the tenant's data set, see `warpfit_server.tenants.key_of`."""
     batch: Batch
     rows: tuple[int, int] | None = None
     """Half-open row range; None for all rows."""
@@ -297,3 +305,297 @@ class Result:
     """Slope and intercept of the best linear scaling, [programs, K, 2]."""
     correlations: NDArray[np.float64] | None = None
     """Pearson's correlation of values and target, [programs, K]."""
+
+
+class Method(StrEnum):
+    """Method of the search for parameters."""
+
+    AUTO = "auto"
+    """LM for losses of squared differences, BFGS for the others."""
+    LM = "lm"
+    """Levenberg-Marquardt with Marquardt's scaling and gain-ratio damping (Madsen, Nielsen and
+    Tingleff 2004), with variable projection for parameters that the program is linear in (Golub
+    and Pereyra 1973); for losses of squared differences."""
+    BFGS = "bfgs"
+    """Quasi-Newton with the update of Broyden, Fletcher, Goldfarb and Shanno and a weak Wolfe
+    line search (Lewis and Overton 2013); for every loss."""
+
+
+class Missing(StrEnum):
+    """Treatment of rows in which a program is NaN or infinite."""
+
+    REFUSE = "refuse"
+    """Such a row makes the loss NaN, so that a search refuses the point, or cannot begin there."""
+    DROP = "drop"
+    """Such a row counts as if the program had the weighted mean of the target there, which is the
+    penalty, and has no derivatives. A program without any finite row is not fitted."""
+
+
+class Reason(StrEnum):
+    """Why a search ended."""
+
+    GRADIENT = "gradient"
+    """The gradient is as small as the tolerance asks, or there is nothing to fit."""
+    STEP = "step"
+    """The next step would be smaller than the tolerance, or no step makes the loss less."""
+    LOSS = "loss"
+    """The last step changed the loss by less than the tolerance, or the next one would."""
+    ITERATIONS = "iterations"
+    """The search has taken as many iterations as are allowed."""
+    DEADLINE = "deadline"
+    """The time is over; these are the best parameters until then."""
+    NOT_FINITE = "not_finite"
+    """The search could not begin: the loss at the start is NaN or infinite; or the derivatives near
+    it are, or are so small that their squares are 0; so may be the squares of the target; or no row
+    has a weight. The parameters are the start."""
+    STALLED = "stalled"
+    """The search cannot make progress, and its point is not known to be a minimum: the gradient
+    along parameters that may move is not small, or the data hardly tell the parameters apart there,
+    which they may do at a minimum, too. Of float32 data, an upload with ``dtype="float64"`` may
+    help; else another start, or fewer parameters."""
+
+    @property
+    def converged(self) -> bool:
+        """Whether the search ended at a point that the tests of convergence accept."""
+        return self in (Reason.GRADIENT, Reason.STEP, Reason.LOSS)
+
+
+#: Reasons in the order of their wire codes, from 1.
+REASONS: Final = tuple(Reason)
+
+
+class Accuracy(StrEnum):
+    """Purpose of a fit; chooses the tolerances and iterations that are not given."""
+
+    SCREENING = "screening"
+    """To compare many expressions: 50 iterations and tolerances of 1e-6 (float32 data) or 1e-8
+    (float64), which leave about half of the digits that the data type has."""
+    FINAL = "final"
+    """To report the parameters: 2,000 iterations, and tolerances near the rounding errors."""
+
+    @property
+    def max_iterations(self) -> int:
+        """Most iterations of one search."""
+        return 2000 if self is Accuracy.FINAL else 50
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerances:
+    """Tolerances of the tests of convergence; 0 switches a test off.
+
+    All are relative, so that the units of data and parameters do not matter.
+    """
+
+    gradient: float
+    """Limit of the largest cosine between the residuals and a column of their Jacobian; for other
+    losses than squares, between the derivatives of the row losses by the predictions and a
+    column."""
+    step: float
+    """Limit of the length of a step relative to the length of the parameter vector, where each
+    parameter counts as much as it moves the values."""
+    loss: float
+    """Limit of the change of the loss in one step relative to the loss."""
+
+    @classmethod
+    def of(cls, dtype: np.dtype[Any], accuracy: Accuracy = Accuracy.SCREENING) -> Tolerances:
+        """Choose the default for data of a type: 1e-6 in float32, 1e-8 in float64.
+
+        Final answers take 1e-7 and 1e-12, and for the loss, which changes with the square of the
+        parameters' error, 1e-10 and 1e-16.
+        """
+        single = dtype.itemsize == 4
+        if accuracy is Accuracy.FINAL:
+            return cls(1e-7, 1e-7, 1e-10) if single else cls(1e-12, 1e-12, 1e-16)
+        usual = 1e-6 if single else 1e-8
+        return cls(usual, usual, usual)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FitSettings:
+    """Settings of a fit; arrays have one entry for each parameter of each program, in turn."""
+
+    method: Method = Method.AUTO
+    max_iterations: int = 50
+    """Most iterations of one search: trial steps (LM) or line searches (BFGS), which end as well
+    when four evaluations for each of these are used up."""
+    gradient_tolerance: float | None = None
+    """None for the default of the data's type; see `Tolerances`."""
+    step_tolerance: float | None = None
+    loss_tolerance: float | None = None
+    lower: NDArray[np.float64] | None = None
+    """Least value of each parameter, may be -inf; None for no bounds."""
+    upper: NDArray[np.float64] | None = None
+    """Greatest value of each parameter, may be inf; None for no bounds."""
+    fixed: NDArray[np.bool_] | None = None
+    """Parameters that stay at their start; None for none."""
+    restarts: int = 0
+    """Starts that the server draws for each program, beside the given ones, which come first."""
+    seed: int = 0
+    """Seed of the drawn starts."""
+    missing: Missing = Missing.REFUSE
+    all_starts: bool = False
+    """Whether to return the outcome of each start, not of the best one alone."""
+    standard_errors: bool = False
+    covariance: bool = False
+    absolute_sigma: bool = False
+    """Whether weights are inverse variances of the target, so that residuals do not scale the
+    covariance; the name is SciPy's."""
+    curvature: bool = False
+    """Whether to return J^T W J, which evidence is computed from."""
+    partial: bool = False
+    """Whether to return the best parameters so far at the call's deadline, instead of an error."""
+    progress: bool = False
+    """Whether to send progress while the searches run."""
+
+    def tolerances(self, dtype: np.dtype[Any]) -> Tolerances:
+        """Return the tolerances, with the defaults of the data's type where none are given."""
+        usual = Tolerances.of(dtype)
+        names = ("gradient", "step", "loss")
+        given = {name: getattr(self, f"{name}_tolerance") for name in names}
+        return replace(usual, **{name: v for name, v in given.items() if v is not None})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FitRequest:
+    """One call of Optimize."""
+
+    problem: Evaluation
+    """Data set, rows, programs with their K start vectors, precision, tier and loss."""
+    settings: FitSettings = field(default_factory=FitSettings)
+
+    @property
+    def method(self) -> Method:
+        """The method that is used, never AUTO."""
+        if self.settings.method != Method.AUTO:
+            return self.settings.method
+        return Method.LM if self.loss.is_squares else Method.BFGS
+
+    @property
+    def loss(self) -> LossFunction:
+        """The loss to minimise; an InvalidArgumentError says that there is none."""
+        loss = self.problem.loss_function
+        if loss is None:
+            what = "a fit needs a loss"
+            raise InvalidArgumentError(what, "LOSS_MISSING", "Give one, such as mse", "loss")
+        return loss
+
+    @property
+    def starts(self) -> int:
+        """K, the number of starts of each program, given and drawn ones."""
+        return self.problem.batch.vectors + self.settings.restarts
+
+    @property
+    def vectors(self) -> int:
+        """Number of outcomes for each program: K or 1."""
+        return self.starts if self.settings.all_starts else 1
+
+    def check(self, layout: Layout) -> None:
+        """Check the whole request; raise as `check_options`, and ProgramError for a bad token."""
+        self.check_options(layout)
+        self.problem.batch.check(layout.variables)
+
+    def check_options(self, layout: Layout) -> None:
+        """Check everything but the tokens; raise InvalidArgumentError for wrong settings."""
+        self.problem.check_options(layout)
+        squares = self.loss.is_squares
+        if self.settings.method == Method.LM and not squares:
+            raise InvalidArgumentError(
+                "Levenberg-Marquardt minimises squared differences, and the loss is another",
+                "METHOD_UNSUITABLE",
+                "Use method bfgs or auto, or one of sse, mse, rmse, nmse, r2",
+                "method",
+            )
+        settings = self.settings
+        if (settings.covariance or settings.standard_errors or settings.curvature) and not squares:
+            raise InvalidArgumentError(
+                "covariances and evidence are for losses of squared differences only",
+                "COVARIANCE_UNDEFINED",
+                "Use sse, mse, rmse, nmse or r2, or leave them out",
+                "curvature" if settings.curvature else "covariance",
+            )
+        for name, most in (("max_iterations", np.inf), ("restarts", 2**32), ("seed", 2**64)):
+            if not 0 <= getattr(settings, name) < most:
+                wanted = "a number from 0" + (f", below {most}" if most < np.inf else "")
+                raise bad_setting(name, getattr(settings, name), wanted)
+        for name in ("gradient_tolerance", "step_tolerance", "loss_tolerance"):
+            value = getattr(settings, name)
+            if value is not None and not 0.0 <= value < np.inf:
+                raise bad_setting(name, value, "a number from 0, or none for the default")
+        self._check_bounds()
+
+    def _check_bounds(self) -> None:
+        settings, batch = self.settings, self.problem.batch
+        total = int(batch.parameter_counts.sum(dtype=np.int64))
+        for name in ("lower", "upper", "fixed"):
+            array = getattr(settings, name)
+            if array is not None and array.shape != (total,):
+                raise InvalidArgumentError(
+                    f"{name} holds {array.size} numbers for {total} parameters",
+                    "LENGTH_MISMATCH",
+                    "Give one number for each parameter of each program",
+                    name,
+                )
+        # The counts are not checked yet, so no array of the length that they claim is allocated.
+        lower = np.float64(-np.inf) if settings.lower is None else settings.lower
+        upper = np.float64(np.inf) if settings.upper is None else settings.upper
+        bad = ~np.atleast_1d((lower <= upper) & (lower < np.inf) & (upper > -np.inf))
+        if bad.any():
+            index = int(bad.argmax())
+            low, high = (float(np.broadcast_to(end, bad.shape)[index]) for end in (lower, upper))
+            what = "a lower bound above its upper bound"
+            if low != low or high != high:
+                what = "a bound that is not a number (NaN)"
+            elif low <= high:
+                what = "bounds between which no number is finite"
+            ends = np.cumsum(batch.parameter_counts, dtype=np.int64)
+            program = int(np.searchsorted(ends, index, side="right"))
+            own = index - int(ends[program]) + int(batch.parameter_counts[program])
+            raise InvalidArgumentError(
+                f"p{own + 1} has {what}",
+                "BAD_BOUNDS",
+                "Give numbers lower <= upper, with -inf and inf for no bound",
+                "lower",
+                program,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class FitProgress:
+    """Progress of the searches of one call."""
+
+    iterations: int
+    """Iterations of the searches that still run."""
+    active: int
+    """Number of searches that still run."""
+    searches: int
+    """Number of all searches: programs times starts, given and drawn ones."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FitResult:
+    """Result of a fit in the memory order of the wire.
+
+    V is K if the outcome of each start was requested, else 1.
+    """
+
+    parameters: NDArray[np.float64]
+    """For each program in turn V vectors of its parameters; flat."""
+    losses: NDArray[np.float64]
+    """Losses at ``parameters``, [programs, V]."""
+    initial_losses: NDArray[np.float64]
+    """Losses at the start that led to ``parameters``, [programs, V]."""
+    iterations: NDArray[np.uint32]
+    """Trial steps (LM) or line searches (BFGS), [programs, V]."""
+    evaluations: NDArray[np.uint32]
+    """Evaluations of loss and derivatives, [programs, V]."""
+    reasons: NDArray[np.uint8]
+    """Index into `REASONS` plus 1, [programs, V]."""
+    starts: NDArray[np.uint32]
+    """Index of the start, [programs, V]."""
+    standard_errors: NDArray[np.float64] | None = None
+    """Standard errors in the order of ``parameters``; None if not requested."""
+    covariances: NDArray[np.float64] | None = None
+    """For each program and vector in turn a matrix [n, n]; flat; None if not requested."""
+    curvatures: NDArray[np.float64] | None = None
+    """J^T W J for each program and vector in turn, [n, n]; flat; None if not requested."""
+    timings: Timings = field(default_factory=Timings)

@@ -10,11 +10,14 @@ from typing import Final
 from warpfit.cli.shared import discard_output, open_standard_streams, tell
 from warpfit.errors import WarpfitError
 from warpfit_server.config import Config
-from warpfit_server.observability.logs import configure_logging, json_line
+from warpfit_server.logs import configure_logging, json_line
+from warpfit_server.machine import (
+    Parent,
+    address_file,
+    keep_freed_memory,
+    shorten_gil_switch_interval,
+)
 from warpfit_server.processes.engine_start import Preparation, prepare
-from warpfit_server.system.lifetime import Parent
-from warpfit_server.system.machine import keep_freed_memory, shorten_gil_switch_interval
-from warpfit_server.system.sockets import address_file
 
 #: Seconds between two looks at the received signals and the parent.
 _POLL_SECONDS: Final = 0.1

@@ -12,9 +12,8 @@ import numpy as np
 
 from warpfit.dataset import Layout
 from warpfit.errors import InvalidArgumentError, ResourceExhaustedError, UnimplementedError
-from warpfit.fitting import FitRequest, Method, Missing
 from warpfit.ir import Batch
-from warpfit.request import MOST_WHOLE_BYTES, Evaluation
+from warpfit.request import MOST_WHOLE_BYTES, Evaluation, FitRequest, Method, Missing
 from warpfit.searching import SearchRequest
 from warpfit.server_info import Limits
 

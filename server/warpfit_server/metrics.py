@@ -1,6 +1,6 @@
 """The server's metrics for Prometheus: the page, what NVIDIA's library adds to it, and its port.
 
-All front ends send what they measure to the main process (`observability.records`), which serves
+All front ends send what they measure to the main process (`logs`), which serves
 one page for all of them. The multiprocess mode of prometheus_client, files that all processes map,
 needs a writable directory, keeps a file for each process that ever was, and costs a call about four
 times as much.
@@ -41,19 +41,15 @@ from prometheus_client.registry import Collector
 
 from warpfit.errors import UnavailableError
 from warpfit_server.engine.interface import CACHE_EVENTS, CACHE_SIZES, CACHES
-from warpfit_server.observability.records import (
-    BUCKET_BOUNDS,
-    CALL_COUNTERS,
-    HISTOGRAMS,
-)
+from warpfit_server.logs import BUCKET_BOUNDS, CALL_COUNTERS, HISTOGRAMS
 
 if TYPE_CHECKING:
     from warpfit_server.config import Config
-    from warpfit_server.data.dataset_store import DatasetStore
-    from warpfit_server.observability.records import Recorder
+    from warpfit_server.dataset_store import DatasetStore
+    from warpfit_server.logs import Recorder
     from warpfit_server.processes.engines import Engines
     from warpfit_server.processes.watchdog import Watchdog
-    from warpfit_server.tenancy.quotas import QuotaTable
+    from warpfit_server.tenants import QuotaTable
 
 _PREFIX: Final = "warpfit_"
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")

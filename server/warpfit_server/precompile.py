@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Final
 
 from warpfit.errors import InvalidArgumentError
-from warpfit_server.system.compile_cache import (
+from warpfit_server.compile_cache import (
     check_private,
     default_cache_directory,
     engine_environment,
     make_private_directory,
 )
-from warpfit_server.system.machine import available_cores
+from warpfit_server.machine import available_cores
 
 #: Least compute capability of a GPU that the engine runs on, and largest number that is one.
 _LEAST, _MOST = 70, 999

@@ -6,17 +6,16 @@ import numpy as np
 
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
-from warpfit.fitting import FitProgress, FitRequest, FitResult
 from warpfit.ir import Program
-from warpfit.request import Evaluation, Timings
-from warpfit_server.engine.fit import compiled
+from warpfit.request import Evaluation, FitProgress, FitRequest, FitResult, Timings
+from warpfit_server.engine.fit import driver
 from warpfit_server.engine.fit.driver import FitContext, optimize
 from warpfit_server.engine.interface import Linearisation, run_to_end
 
 
 def fit(request: FitRequest, dataset: Dataset) -> tuple[FitResult, list[FitProgress]]:
     """Return the result of a checked fit, and its progress if that is asked for."""
-    compiled.load()  # the same code as engines load; calls would compile another one
+    driver.load()  # the same code as engines load; calls would compile another one
     reports: list[FitProgress] = []
     engine = _ReferenceEngine(dataset)
     context = FitContext(

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final
 
-from warpfit_server.data.dataset_store import DatasetStore
+from warpfit_server.dataset_store import DatasetStore
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.observability.records import Recorder
+from warpfit_server.logs import Recorder
+from warpfit_server.machine import join_address, reserve_port, split_address
 from warpfit_server.processes.engine_start import Preparation
 from warpfit_server.processes.engines import Engines, EngineSupervisor
 from warpfit_server.processes.front_ends import FrontEnds
 from warpfit_server.processes.watchdog import TICK, Probe, Watchdog
-from warpfit_server.system.sockets import join_address, reserve_port, split_address
-from warpfit_server.tenancy.quotas import QuotaTable
+from warpfit_server.tenants import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit")
 

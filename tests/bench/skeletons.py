@@ -55,10 +55,9 @@ from warpfit import parse
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
 from warpfit.expressions import reference
-from warpfit.fitting import FitRequest, FitSettings
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
-from warpfit.request import Evaluation, Loss
+from warpfit.request import Evaluation, FitRequest, FitSettings, Loss
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.fit.driver import FitContext, optimize
 from warpfit_server.engine.interface import run_to_end

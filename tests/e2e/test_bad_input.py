@@ -18,7 +18,7 @@ from warpfit.calls.arguments import build_evaluation
 from warpfit.dataset import Dataset
 from warpfit.losses import LossFunction
 from warpfit.v1 import evaluator_pb2 as pb
-from warpfit_server.tenancy.quotas import Amounts
+from warpfit_server.tenants import Amounts
 
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
 DATA = Dataset.of(X, X[:, 0])

@@ -14,7 +14,7 @@ from support.servers.server import eventually
 from warpfit import codec
 from warpfit.calls.arguments import build_fit
 from warpfit.dataset import Dataset
-from warpfit_server.tenancy.quotas import Amounts
+from warpfit_server.tenants import Amounts
 
 WIDE = np.random.default_rng(2).normal(size=(200_000, 2)).astype(np.float32)
 

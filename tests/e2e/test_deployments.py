@@ -27,7 +27,7 @@ from support.repository.readmes import Snippet, commands, snippets
 from support.servers.network import Authority
 from support.servers.server import write_secret
 from warpfit.transport.connection import TlsConfig, new_token
-from warpfit_server.system.compile_cache import default_cache_directory
+from warpfit_server.compile_cache import default_cache_directory
 
 ROOT = deployments.ROOT
 DEPLOY = ROOT / "deploy"

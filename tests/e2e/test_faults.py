@@ -22,10 +22,10 @@ from support.load.soak import soak
 from support.servers import health
 from support.servers.server import ServerProcess, eventually, runs
 from warpfit.cli.top import scrape
+from warpfit_server.compile_cache import default_cache_directory, numba_directory, read
 from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.native.numba_cache import host_tag
-from warpfit_server.system.compile_cache import default_cache_directory, numba_directory, read
-from warpfit_server.system.machine import available_cores
+from warpfit_server.machine import available_cores
 
 FEW = np.random.default_rng(0).normal(size=(100, 2))
 CUT = FATAL + 1

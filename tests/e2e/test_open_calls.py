@@ -21,10 +21,9 @@ from support.servers.rpcs import SERVICE
 from support.servers.server import ServerProcess, eventually
 from warpfit import codec
 from warpfit.dataset import Dataset
-from warpfit.fitting import FitRequest, FitSettings
 from warpfit.ir import Batch
 from warpfit.parse import parse
-from warpfit.request import Evaluation, Loss
+from warpfit.request import Evaluation, FitRequest, FitSettings, Loss
 
 X = np.random.default_rng(3).normal(size=(50, 2))
 DATA = Dataset.of(X, X[:, 0], dtype="float64")

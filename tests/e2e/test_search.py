@@ -14,7 +14,7 @@ from support.servers.server import eventually
 from warpfit.dataset import Dataset
 from warpfit.searching import SearchReason
 from warpfit.v1 import evaluator_pb2 as pb
-from warpfit_server.tenancy.quotas import Amounts
+from warpfit_server.tenants import Amounts
 
 RNG = np.random.default_rng(5)
 X = RNG.normal(size=(300, 3))

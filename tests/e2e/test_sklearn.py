@@ -718,7 +718,7 @@ def test_functions_of_ones_own_travel_with_an_estimator(search, tmp_path):
         "print(model.programs_found()[0])\n"
         "model._check_settings()  # which know the operators\n"
         "from warpfit.sklearn.target_search import load\n"
-        "from warpfit.sklearn.forms import Form\n"
+        "from warpfit.sklearn.templates import Form\n"
         f"print(load(Path({str(tmp_path / 's.npz')!r}), Form(), 99, 2).program(0))\n"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

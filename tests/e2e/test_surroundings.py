@@ -180,7 +180,7 @@ with warpfit.local("--devices", "cpu") as client:
 """
 COMPILERS = """
 import pathlib, tempfile
-from warpfit_server.engine.native.compile_processes import begin, wait
+from warpfit_server.engine.native.numba_cache import begin, wait
 place = pathlib.Path(tempfile.mkdtemp())
 begin(place, "warpfit_server.engine.cpu.codegen.parts", {"none": {("check",): 1.0}}, 1)
 wait(place, "none")

@@ -16,7 +16,7 @@ from support.random_programs import thesis_mix
 from support.servers.rpcs import answers, table
 from support.servers.server import ServerProcess, eventually
 from warpfit.errors import UnavailableError
-from warpfit_server.system.machine import resolve_devices
+from warpfit_server.machine import resolve_devices
 
 #: Large enough that the calls take several milliseconds on an H200 and so are split.
 SIZES = {"rows": 200_000, "programs": 1_500, "fits": 2_000}

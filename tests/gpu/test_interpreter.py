@@ -15,7 +15,7 @@ from warpfit.dataset import Dataset
 from warpfit.ir import Program
 from warpfit.request import Loss, Precision, Tier
 from warpfit_server.engine.cuda.interpreter import tier
-from warpfit_server.engine.cuda.interpreter.source import Variant
+from warpfit_server.engine.cuda.interpreter.launches import Variant
 from warpfit_server.engine.cuda.runtime import device
 from warpfit_server.engine.interface import Arithmetic
 

@@ -9,7 +9,7 @@ from support.emulators.device_lowering import check_order, lower_on_device, lowe
 from support.random_programs import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.cuda.interpreter.source import ALL_VALID
+from warpfit_server.engine.cuda.interpreter.launches import ALL_VALID
 from warpfit_server.engine.lowering import are_valid
 
 X = Program.variable(0)

@@ -8,17 +8,17 @@ import pytest
 from support.suites.pairs import *  # noqa: F403
 from support.suites.pairs import drawn, standardised
 from warpfit_server.engine.cpu.pairs import CpuWeigher
-from warpfit_server.engine.cuda.search import pairs
-from warpfit_server.engine.cuda.search.pairs import CudaWeigher
+from warpfit_server.engine.cuda.search import colony
+from warpfit_server.engine.cuda.search.colony import CudaWeigher
 from warpfit_server.engine.interface import run_to_end
-from warpfit_server.engine.search.weighing import Fit
+from warpfit_server.engine.search.library import Fit
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["float64", "float32"])
 def weigher(request, engine):
     with pytest.MonkeyPatch.context() as patch:
         have = frozenset({engine._device.compute_capability} if request.param else ())
-        patch.setattr(pairs, "_HAVE_DOUBLES", have)
+        patch.setattr(colony, "_HAVE_DOUBLES", have)
         weigher = CudaWeigher(engine._device)
         yield weigher
         weigher.close()

@@ -14,8 +14,8 @@ from warpfit.dataset import Dataset
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS
 from warpfit.request import Precision, Tier
-from warpfit_server.engine.cuda.math.prelude import compiler_options, prelude
 from warpfit_server.engine.cuda.runtime import compiler
+from warpfit_server.engine.cuda.runtime.translation import compiler_options, prelude
 from warpfit_server.engine.interface import Arithmetic
 
 #: Function, the same in float64, whether of pairs, and the largest error in ulp.

@@ -15,8 +15,8 @@ from warpfit.dataset import Dataset
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.request import Loss, Precision, Tier
 from warpfit_server.engine.cuda.interpreter import tier as interpreter
-from warpfit_server.engine.cuda.interpreter.source import Variant
-from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan
+from warpfit_server.engine.cuda.interpreter.launches import Variant
+from warpfit_server.engine.cuda.jit.kernel_store import KernelPlan
 from warpfit_server.engine.cuda.runtime import device
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.interface import Arithmetic

@@ -9,7 +9,7 @@ from support.engines import nist
 from support.random_programs import random_program
 from support.suites.small_fits import assert_same, both, make_dataset
 from warpfit.request import Precision
-from warpfit_server.engine.cuda.derivatives import fits
+from warpfit_server.engine.cuda.derivatives import tier
 
 FLAVOURS = [
     ("float64", Precision.PRECISE),
@@ -40,7 +40,7 @@ def test_a_search_goes_on_where_a_launch_has_stopped(engine, monkeypatch):
     """To the last bit, wherever that is."""
     data = make_dataset(2_000)
     whole, _, _ = both(engine, data, restarts=20, all_starts=True)
-    monkeypatch.setattr(fits, "_TICKS", 1)
+    monkeypatch.setattr(tier, "_TICKS", 1)
     parts, _, _ = both(engine, data, restarts=20, all_starts=True)
     assert_same(parts, whole)
 

@@ -33,7 +33,7 @@ COLD_SECONDS = 600
 #: Loads what the CUDA engine takes from wheels, and compiles a kernel, which needs no GPU.
 COMPILE = """
 import cuda.bindings.driver, cupy, pynvml
-from warpfit_server.engine.cuda.interpreter.source import Variant, interpreter_source
+from warpfit_server.engine.cuda.interpreter.tier import Variant, interpreter_source
 from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.cuda.runtime import compiler
 

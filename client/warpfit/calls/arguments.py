@@ -1,7 +1,7 @@
 """Checks the arguments of calls, and builds batches, data sets, evaluations and fits of them.
 
 Keywords of each method first, then the checks of single values, then what is built of them. A new
-keyword begins here; `warpfit.request` and `warpfit.fitting` say what the server knows of it.
+keyword begins here; `warpfit.request` and `warpfit.request` say what the server knows of it.
 """
 
 import operator
@@ -17,8 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
 from warpfit.dataset import ClientDataset, ServerFile, client_dataset, open_table
-from warpfit.dataset.layout import canonical_dtype
-from warpfit.dataset.tables import ColumnNames
+from warpfit.dataset.tables import ColumnNames, canonical_dtype
 from warpfit.display import MOST_ROWS, shortened
 from warpfit.errors import (
     InvalidArgumentError,
@@ -35,19 +34,23 @@ from warpfit.expressions.real_numbers import (
     require_order,
     unwrapped,
 )
-from warpfit.fitting import (
-    Accuracy,
-    FitProgress,
-    FitRequest,
-    FitSettings,
-    Method,
-    Missing,
-    Tolerances,
-)
 from warpfit.frontends import as_population, expression_list
 from warpfit.ir import Batch, Population, Program
 from warpfit.losses import LossFunction, as_loss
-from warpfit.request import FURTHER_OUTPUTS, Evaluation, Loss, Precision, Tier
+from warpfit.request import (
+    FURTHER_OUTPUTS,
+    Accuracy,
+    Evaluation,
+    FitProgress,
+    FitRequest,
+    FitSettings,
+    Loss,
+    Method,
+    Missing,
+    Precision,
+    Tier,
+    Tolerances,
+)
 from warpfit.transport.call import CallingBack, Deadline, Progress, silent
 
 E = TypeVar("E", bound=StrEnum)
@@ -174,7 +177,7 @@ class FitOptions(CommonOptions, total=False):
     max_iterations: int | None
     """Most iterations of each search; None (default) as ``accuracy`` says."""
     gradient_tolerance: float | None
-    """Limit of the gradient, by which a search ends; see `warpfit.fitting.Tolerances`. 0 switches
+    """Limit of the gradient, by which a search ends; see `warpfit.request.Tolerances`. 0 switches
     the test off, None (default) means what ``accuracy`` says."""
     step_tolerance: float | None
     """The same of the length of a step, relative to that of the parameters."""

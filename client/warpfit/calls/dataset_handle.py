@@ -17,14 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import ClientDataset, Dataset, DatasetReference, Layout
-from warpfit.dataset.layout import PrecisionWarning, caller_level
+from warpfit.dataset.tables import PrecisionWarning, caller_level
 from warpfit.errors import InvalidArgumentError, no_attribute
 from warpfit.expressions.language import to_text
-from warpfit.fitting import REASONS, FitResult, Reason
 from warpfit.ir import Batch, Program
 from warpfit.losses import TargetStatistics
 from warpfit.ops import CONSTANT, PARAMETER, VARIABLE, Operator
-from warpfit.request import Result
+from warpfit.request import REASONS, FitResult, Reason, Result
 
 # ------------------------------------------------------------- expressions that float32 cannot hold
 

@@ -21,10 +21,19 @@ from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.evidence import Evidence, student_t
 from warpfit.expressions.language import to_latex, to_text
 from warpfit.expressions.reference import differentiate
-from warpfit.fitting import REASONS, FitRequest, FitResult, FitSettings, Missing, Reason
 from warpfit.ir import Batch, Program
 from warpfit.losses import coefficients_of_determination
-from warpfit.request import OUTPUTS, Result, Timings
+from warpfit.request import (
+    OUTPUTS,
+    REASONS,
+    FitRequest,
+    FitResult,
+    FitSettings,
+    Missing,
+    Reason,
+    Result,
+    Timings,
+)
 
 #: Values of expressions, float32 or float64 as the data set's.
 Values: TypeAlias = NDArray[np.floating[Any]]

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError, WarpfitError
-from warpfit.fitting import FitRequest, FitResult
-from warpfit.request import FURTHER_OUTPUTS, STAGES, Evaluation, Result
+from warpfit.request import FURTHER_OUTPUTS, STAGES, Evaluation, FitRequest, FitResult, Result
 
 R = TypeVar("R", Evaluation, FitRequest)
 S = TypeVar("S", Result, FitResult)

@@ -35,9 +35,8 @@ from warpfit.cli.table import (
 from warpfit.display import aligned
 from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.expressions.language import DIGITS, to_text
-from warpfit.fitting import Accuracy, Method, Reason
 from warpfit.parse import parse
-from warpfit.request import Loss, Precision, Tier
+from warpfit.request import Accuracy, Loss, Method, Precision, Reason, Tier
 from warpfit.transport.connection import add_flags, from_flags
 
 if TYPE_CHECKING:

@@ -9,13 +9,16 @@ from warpfit.dataset.canonical import (
     blocks_of,
     client_dataset,
 )
-from warpfit.dataset.layout import (
+from warpfit.dataset.tables import (
     DTYPE_CODES,
     DTYPES,
     Layout,
+    ParquetColumns,
     PrecisionWarning,
     RoundingCheck,
+    Table,
+    changed_data,
     check_weights,
+    open_table,
     warn_of_lost_digits,
 )
-from warpfit.dataset.tables import ParquetColumns, Table, changed_data, open_table

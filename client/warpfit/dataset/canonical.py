@@ -15,8 +15,17 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from warpfit.dataset.layout import Layout, RoundingCheck, check_weights, warn_of_lost_digits
-from warpfit.dataset.tables import BLOCK_BYTES, Columns, Table, changed_data, open_table
+from warpfit.dataset.tables import (
+    BLOCK_BYTES,
+    Columns,
+    Layout,
+    RoundingCheck,
+    Table,
+    changed_data,
+    check_weights,
+    open_table,
+    warn_of_lost_digits,
+)
 from warpfit.errors import DatasetNotFoundError, InvalidArgumentError
 
 #: Rows and bytes of each row that are transposed at a time: few enough for the cache, which makes

@@ -14,8 +14,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from warpfit import ops
 from warpfit.dataset import Dataset
-from warpfit.expressions import special
 from warpfit.ir import Program
 from warpfit.losses import (
     PREDICTION,
@@ -123,8 +123,8 @@ FUNCTIONS: Final[Mapping[str, Any]] = {
     "acos": np.arccos,
     "atan": np.arctan,
     "atan2": np.arctan2,
-    "pow": special.power,
-    **{name: getattr(special, name) for name in ("erf", "erfc", "tgamma", "lgamma", "digamma")},
+    "pow": ops.power,
+    **{name: getattr(ops, name) for name in ("erf", "erfc", "tgamma", "lgamma", "digamma")},
     "select": np.where,
 }
 

@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.expressions.reference import evaluate_program
-from warpfit.expressions.special import lgamma, tgamma
 from warpfit.ir import Program
-from warpfit.ops import CONSTANT, OPERATORS, VARIABLE, Operator
+from warpfit.ops import CONSTANT, OPERATORS, VARIABLE, Operator, lgamma, tgamma
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]

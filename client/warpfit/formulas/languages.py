@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from warpfit.expressions import special
+from warpfit import ops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -540,9 +540,9 @@ end""",
 _PYTHON_WORDS: Final = f"{' '.join(keyword.kwlist)} np math jnp jax torch X p"
 _INVERSE: Final = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "atan2": "arctan2"}
 _COPIED: Final = {
-    "pow": special.power,
-    **{name: getattr(special, name) for name in ("erf", "erfc", "tgamma")},
-    "lgamma_elsewhere": special.lgamma,
+    "pow": ops.power,
+    **{name: getattr(ops, name) for name in ("erf", "erfc", "tgamma")},
+    "lgamma_elsewhere": ops.lgamma,
 }
 _NUMPY: Final = Language(
     head="def {name}({arguments}):",

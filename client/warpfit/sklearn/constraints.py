@@ -33,7 +33,7 @@ from warpfit.sklearn.genomes import (
 )
 
 if TYPE_CHECKING:
-    from warpfit.sklearn.forms import Form
+    from warpfit.sklearn.templates import Form
 
 #: Dimensions closer to each other than this are equal.
 _SAME_DIMENSION: Final = 1e-9

@@ -4,14 +4,20 @@ The engine searches for formulas a + b f, or for the functions of a template, by
 other losses it does so in rounds, whose rows are weighted around the best formula so far
 (`likelihood.proposal_weights`), and what a round finds is fitted by the loss itself. Of groups each
 round has the rows of one, the largest first, and what it finds is fitted to each of them.
+
+A search for formulas as one call: what it is given, and what it gives.
+
+`TargetSearch` prepares a `SearchTask`, calls `engine_search.search`, and works with the
+`Candidates` that come back; it knows nothing of populations, libraries or pairs.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,17 +29,113 @@ from warpfit.errors import DeadlineExceededError, UnavailableError
 from warpfit.expressions import reference
 from warpfit.formulas.units import BASES
 from warpfit.ir import Batch, Program
-from warpfit.losses import Loss, TargetStatistics, as_function, close_losses
+from warpfit.losses import Loss, LossFunction, TargetStatistics, as_function, close_losses
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE, Operator
 from warpfit.parse import MACROS, Macro
 from warpfit.searching import FIRST_DEFINITION, SearchReason
-from warpfit.sklearn.constraints import operator_name
-from warpfit.sklearn.forms import seconds_until
+from warpfit.sklearn.constraints import FormulaRules, operator_name
+from warpfit.sklearn.estimator import TrainingData
 from warpfit.sklearn.genomes import Floats, Genomes, Indices, joined
 from warpfit.sklearn.groups import GroupedClient
-from warpfit.sklearn.likelihood import proposal_weights
-from warpfit.sklearn.search_task import NO_INTERCEPT, Candidates, Found, SearchTask, reason_of
-from warpfit.sklearn.templates import TemplateForm
+from warpfit.sklearn.selection import proposal_weights
+from warpfit.sklearn.templates import Form, TemplateForm, seconds_until
+
+#: A slope this close to 1 is 1, and an intercept below this part of the target's spread is 0.
+NO_INTERCEPT: Final = 1e-10
+
+
+#: Reasons of the end of a search that leave no time for anything else.
+INTERRUPTIONS: Final = ("interrupt", "terminate", "server")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came while a search ran."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the word for what has interrupted a search."""
+    if isinstance(error, Terminated):
+        return "terminate"
+    return "interrupt" if isinstance(error, KeyboardInterrupt) else "server"
+
+
+@dataclass(frozen=True, slots=True)
+class SearchTask:
+    """What to look for, in which rows, and for how long."""
+
+    client: Client
+    training: TrainingData
+    """All rows."""
+    seen: Indices
+    """Rows that may be looked at."""
+    sample: Indices
+    """Those on which formulas are compared."""
+    compared: DatasetHandle
+    """The latter, uploaded."""
+    rng: np.random.Generator
+    form: Form
+    rules: FormulaRules
+    operators: tuple[str, ...]
+    """Names of what formulas are made of."""
+    start: Genomes
+    """Formulas to begin with, beside those that are drawn."""
+    loss: Loss | LossFunction
+    floor: float
+    """Least loss on the sample that any prediction could have; losses are counted from it."""
+    stop_loss: float
+    """The search ends when a formula is at least this good."""
+    amount: float
+    """Amount of data in the sample."""
+    population: int | None
+    """Formulas of a population; None for as many as suit the search."""
+    generations: int
+    fit_iterations: int
+    early_stopping: int | None
+    ends: float
+    """Time of `time.monotonic` at which the search ends; infinite for any."""
+    report: Callable[[Found], bool]
+    """Called after each generation; True ends the search."""
+    phase: Callable[[str], None]
+    """Called with what the search does next, before the first generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Formulas of a search as they are computed."""
+
+    programs: list[Program]
+    losses: Floats
+    """Losses on the sample above the least possible, [programs]."""
+
+
+class Found(Protocol):
+    """What a search has found, while it runs and behind its end."""
+
+    @property
+    def generation(self) -> int:
+        """Generations until now."""
+
+    @property
+    def tried(self) -> int:
+        """Formulas that were scored."""
+
+    @property
+    def distinct(self) -> int:
+        """Different structures among them, constants not counted."""
+
+    @property
+    def reason(self) -> str:
+        """Why the search has ended, as `SymbolicRegressor.reason_`."""
+
+    def front(self) -> Candidates:
+        """Return the formulas that nothing dominates, simplest first."""
+
+    def promising(self) -> Candidates:
+        """Return the formulas that are worth a fit to all rows, the most likely first."""
+
+    def formulas(self) -> Genomes:
+        """Return formulas with their constants, from which a search can go on, best first."""
+
 
 #: Part of the time that the engine is given; the rest is for the call and for its last fits.
 _SHARE: Final = 0.9
@@ -240,7 +342,7 @@ def _without_rounding(formula: Genomes, columns: Floats) -> Genomes:
 
 @dataclass(slots=True)
 class EngineFound:
-    """What the engine's search has found; see `warpfit.sklearn.search_task.Found`."""
+    """What the engine's search has found; see `warpfit.sklearn.engine_search.Found`."""
 
     task: SearchTask
     rounds: list[SearchResult] = field(default_factory=list)

@@ -33,11 +33,11 @@ from warpfit.errors import InvalidArgumentError, bad_setting, did_you_mean
 from warpfit.expressions import reference
 from warpfit.expressions.language import DIGITS, to_latex, to_text
 from warpfit.expressions.real_numbers import float_array, real_numbers, require_order
-from warpfit.fitting import Accuracy, Method, Reason
 from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
 from warpfit.parse import MACROS
+from warpfit.request import Accuracy, Method, Reason
 from warpfit.sklearn.keywords import OF_OTHER_OPTIMIZERS, AnswersOtherWords, explains_keywords
 from warpfit.transport.connection import TlsConfig
 

@@ -25,12 +25,12 @@ from warpfit.display import Shown, TextTable
 from warpfit.errors import InvalidArgumentError, did_you_mean
 from warpfit.expressions.language import is_free
 from warpfit.expressions.reference import evaluate_program
-from warpfit.fitting import Reason
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function
 from warpfit.ops import PARAMETER, VARIABLE
-from warpfit.sklearn.forms import seconds_until
+from warpfit.request import Reason
 from warpfit.sklearn.genomes import Floats, Indices
+from warpfit.sklearn.templates import seconds_until
 
 #: Most groups, and fewest rows of each.
 MOST_GROUPS: Final = 100

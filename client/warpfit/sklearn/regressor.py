@@ -22,7 +22,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from warpfit.calls.arguments import whole_number
 from warpfit.client import Client
-from warpfit.dataset.layout import caller_level
+from warpfit.dataset.tables import caller_level
 from warpfit.errors import InvalidArgumentError, did_you_mean
 from warpfit.expressions import reference
 from warpfit.expressions.language import to_latex, to_text
@@ -46,6 +46,7 @@ from warpfit.sklearn.constraints import (
     reachable,
     with_unit,
 )
+from warpfit.sklearn.engine_search import INTERRUPTIONS, Terminated
 from warpfit.sklearn.estimator import (
     Floats,
     FormulaRegressor,
@@ -54,7 +55,6 @@ from warpfit.sklearn.estimator import (
     check_common,
     power_of_two,
 )
-from warpfit.sklearn.forms import Form
 from warpfit.sklearn.genomes import Genomes, joined, macros_of, recoded
 from warpfit.sklearn.groups import GroupedClient, GroupTable, check_sizes, encoded, values_of
 from warpfit.sklearn.keywords import (
@@ -64,10 +64,9 @@ from warpfit.sklearn.keywords import (
     check_loss,
     explains_keywords,
 )
-from warpfit.sklearn.search_task import INTERRUPTIONS, Terminated
 from warpfit.sklearn.selection import FEWEST_DIVIDED
 from warpfit.sklearn.target_search import Progress, TargetSearch, load, save_table
-from warpfit.sklearn.templates import GroupedForm, Template, TemplateForm
+from warpfit.sklearn.templates import Form, GroupedForm, Template, TemplateForm
 from warpfit.transport.call import CallingBack
 from warpfit.transport.connection import TlsConfig
 

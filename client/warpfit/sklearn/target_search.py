@@ -19,7 +19,7 @@ import numpy as np
 
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
-from warpfit.dataset.layout import caller_level
+from warpfit.dataset.tables import caller_level
 from warpfit.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from warpfit.expressions.language import to_latex, to_text
 from warpfit.ir import Program
@@ -32,7 +32,7 @@ from warpfit.losses import (
 )
 from warpfit.ops import CONSTANT, VARIABLE
 from warpfit.sklearn.constraints import FormulaRules, operator_names
-from warpfit.sklearn.engine_search import search
+from warpfit.sklearn.engine_search import INTERRUPTIONS, Found, SearchTask, reason_of, search
 from warpfit.sklearn.equations import (
     SELECTIONS,
     Equation,
@@ -42,12 +42,10 @@ from warpfit.sklearn.equations import (
     selected,
 )
 from warpfit.sklearn.estimator import SearchWarning, TrainingData, loss_unit
-from warpfit.sklearn.forms import Form, Shortening, seconds_until
 from warpfit.sklearn.genomes import Floats, Genomes, Indices, macros_of, recoded
 from warpfit.sklearn.groups import balanced, freed
-from warpfit.sklearn.search_task import INTERRUPTIONS, Found, SearchTask, reason_of
 from warpfit.sklearn.selection import FEWEST_DIVIDED, Selection
-from warpfit.sklearn.templates import TemplateForm
+from warpfit.sklearn.templates import Form, Shortening, TemplateForm, seconds_until
 
 #: Seconds between lines of progress on a terminal, and elsewhere; and between checkpoints.
 _LINE_SECONDS: Final = (0.3, 5.0)

@@ -24,9 +24,16 @@ from numpy.typing import NDArray
 
 from warpfit.dataset import Layout
 from warpfit.errors import DatasetNotFoundError, ProgramError
-from warpfit.fitting import FitProgress, FitRequest, FitSettings
 from warpfit.ir import Batch, Program
-from warpfit.request import OUTPUTS, STAGES, Evaluation, Timings
+from warpfit.request import (
+    OUTPUTS,
+    STAGES,
+    Evaluation,
+    FitProgress,
+    FitRequest,
+    FitSettings,
+    Timings,
+)
 from warpfit.searching import SearchProgress, SearchRequest
 from warpfit_server.engine.evaluation import Finalizer, LoadedDatasets, reduce_to_sums
 from warpfit_server.engine.interface import (
@@ -37,7 +44,7 @@ from warpfit_server.engine.interface import (
     Steps,
     edges_of,
 )
-from warpfit_server.engine.request import Merger, Request, hand_out, join
+from warpfit_server.engine.scheduler import Merger, Request, hand_out, join
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.segments import FIT_SETTING_ARRAYS
 from warpfit_server.limits import MOST_SUMS, spans_of_long_programs

@@ -30,9 +30,16 @@ from numpy.typing import NDArray
 
 from warpfit.dataset import Layout
 from warpfit.errors import CancelledError, UnavailableError, WarpfitError
-from warpfit.fitting import FitProgress, FitRequest, FitSettings
 from warpfit.ir import Batch, Program
-from warpfit.request import FURTHER_OUTPUTS, Evaluation, Tier, Timings
+from warpfit.request import (
+    FURTHER_OUTPUTS,
+    Evaluation,
+    FitProgress,
+    FitRequest,
+    FitSettings,
+    Tier,
+    Timings,
+)
 from warpfit.searching import SearchRequest
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.messages import Channel, ChannelClosedError, Message
@@ -49,9 +56,9 @@ from warpfit_server.ipc.segments import (
     SegmentLayout,
     SegmentPool,
 )
-from warpfit_server.observability.logs import LOGGED_REQUEST_ID
-from warpfit_server.system.machine import TOO_MANY_FILES, shortage
-from warpfit_server.tenancy.tenants import PROBE
+from warpfit_server.logs import LOGGED_REQUEST_ID
+from warpfit_server.machine import TOO_MANY_FILES, shortage
+from warpfit_server.tenants import PROBE
 
 # ------------------------------------------------------------------------------------------ replies
 

@@ -26,23 +26,21 @@ from typing import Any, Final, NamedTuple
 
 from warpfit.dataset import Layout
 from warpfit.errors import InternalError, WarpfitError
-from warpfit.fitting import FitProgress, FitSettings
 from warpfit.ir import Batch
 from warpfit.losses import Closing
-from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
+from warpfit.request import Evaluation, FitProgress, FitSettings, Loss, Precision, Tier, Timings
 from warpfit.searching import SearchProgress, SearchRequest
 from warpfit.server_info import Device
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, SuspectList
 from warpfit_server.ipc.segments import Segment, SegmentLayout
-from warpfit_server.observability.records import MetricsDelta
-from warpfit_server.system.machine import shortage
-from warpfit_server.system.sockets import socket_pair
+from warpfit_server.logs import MetricsDelta
+from warpfit_server.machine import shortage, socket_pair
 
 
 @dataclass(frozen=True, slots=True)
 class _AboutDataset:
     key: bytes
-    """See `warpfit_server.tenancy.tenants.key_of`, as in all messages."""
+    """See `warpfit_server.tenants.key_of`, as in all messages."""
 
 
 class FoundDataset(NamedTuple):
@@ -53,7 +51,7 @@ class FoundDataset(NamedTuple):
     layout: Layout
     """Without names: the data sets of a server have these encoded, for callers alone."""
     slot: int
-    """Number of its entry in the table of uses, see `warpfit_server.tenancy.quotas`."""
+    """Number of its entry in the table of uses, see `warpfit_server.tenants`."""
     engines: tuple[int, ...] = ()
     """Numbers of the engines that hold it."""
     is_fresh: bool = False

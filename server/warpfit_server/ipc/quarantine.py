@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import FailedPreconditionError
-from warpfit.fitting import FitSettings
-from warpfit.request import Evaluation
+from warpfit.request import Evaluation, FitSettings
 from warpfit.searching import SearchRequest
 from warpfit_server.ipc.segments import ALONE, BEGUN
 from warpfit_server.shared_batch import BatchSummary

@@ -11,7 +11,7 @@ The registry is what a front end knows of the resident data sets, which the main
 main process announces and withdraws data sets, and tells which engines hold them. A front end asks
 it for a data set that it does not know, so that NOT_FOUND is only said where the main process says
 so. That it knows one does not keep it resident: what keeps it are the calls that use it, which
-stand in the shared table of `warpfit_server.tenancy.quotas`.
+stand in the shared table of `warpfit_server.tenants`.
 
 A search by time alone runs on several engines at once, each with a seed of its own. The engines
 exchange nothing. The front of all has the best formula of each size, as far as larger ones are
@@ -37,16 +37,15 @@ from numpy.typing import NDArray
 
 from warpfit.calls.splitting import even_bounds
 from warpfit.errors import ResourceExhaustedError, UnavailableError, WarpfitError
-from warpfit.fitting import FitProgress
 from warpfit.ir import Batch
-from warpfit.request import STAGES, Timings
+from warpfit.request import STAGES, FitProgress, Timings
 from warpfit.searching import Front, SearchProgress, SearchReason, SearchRequest
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection, InFlightRequest, unavailable
 from warpfit_server.ipc.messages import FoundDataset
 from warpfit_server.ipc.quarantine import KnownSuspects
 from warpfit_server.ipc.segments import MOST_PARTS
-from warpfit_server.tenancy.quotas import QuotaTable
+from warpfit_server.tenants import QuotaTable
 
 # --------------------------------------------------------------------- the data sets that are known
 

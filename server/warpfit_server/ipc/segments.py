@@ -25,12 +25,11 @@ from numpy.typing import DTypeLike, NDArray
 
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
-from warpfit.fitting import FitRequest
 from warpfit.ir import Batch, Program
 from warpfit.losses import Closing, LossFunction
-from warpfit.request import Evaluation
+from warpfit.request import Evaluation, FitRequest
+from warpfit_server.machine import shortage, too_many_files
 from warpfit_server.shared_batch import BATCH_ARRAYS, BatchPart, BatchSummary, SharedBatch
-from warpfit_server.system.machine import shortage, too_many_files
 
 _SMALLEST: Final = 64 << 10
 

@@ -19,20 +19,18 @@ from typing import Final, NamedTuple
 
 from warpfit.child_processes import python_child
 from warpfit.errors import WarpfitError
+from warpfit_server.compile_cache import engine_environment, usable_cache_directory
 from warpfit_server.config import Config
-from warpfit_server.system.compile_cache import engine_environment, usable_cache_directory
-from warpfit_server.system.lifetime import (
+from warpfit_server.machine import (
     EXIT_BROKEN,
     EXIT_CANNOT_RUN,
     EXIT_STUCK,
     ServerDirectory,
-)
-from warpfit_server.system.machine import (
     check_device_memory,
     raise_descriptor_limit,
     resolve_devices,
+    socket_pair,
 )
-from warpfit_server.system.sockets import socket_pair
 
 _LOG: Final = logging.getLogger("warpfit.supervisor")
 #: What exit statuses of an engine process mean.
@@ -113,7 +111,7 @@ def start_engine(config: Config, number: int) -> StartedEngine:
         on_failure.callback(ours.close)
         process = subprocess.Popen(
             **python_child(
-                *("-m", "warpfit_server.engine.process"),
+                *("-m", "warpfit_server.engine.loop"),
                 *(str(theirs.fileno()), str(number), config.to_json()),
                 environment=engine_environment(config.cache_path)
                 | device.environment()

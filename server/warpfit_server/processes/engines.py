@@ -27,12 +27,13 @@ from warpfit.errors import (
 )
 from warpfit.server_info import Device
 from warpfit_server.config import Config
-from warpfit_server.data.dataset_store import StoredDataset
+from warpfit_server.dataset_store import StoredDataset
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection, unavailable
 from warpfit_server.ipc.messages import Channel, ChannelClosedError
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.segments import SegmentPool
+from warpfit_server.machine import socket_pair
 from warpfit_server.processes.engine_start import (
     UNRELATED_CAUSES,
     StartedEngine,
@@ -41,7 +42,6 @@ from warpfit_server.processes.engine_start import (
     start_engine,
 )
 from warpfit_server.processes.supervisor import State, Supervisor
-from warpfit_server.system.sockets import socket_pair
 
 _LOG: Final = logging.getLogger("warpfit.supervisor")
 #: Seconds that an engine has to end when the server stops.

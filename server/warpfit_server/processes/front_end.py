@@ -31,21 +31,19 @@ from warpfit_server.ipc.messages import Channel, ChannelClosedError, FoundDatase
 from warpfit_server.ipc.quarantine import KnownSuspects, SuspectList
 from warpfit_server.ipc.router import Registry, Router
 from warpfit_server.ipc.segments import Segment, SegmentPool
-from warpfit_server.observability.logs import configure_logging
-from warpfit_server.observability.records import (
-    REPORT_SECONDS,
-    Observer,
-    Recorder,
-    make_tracer,
-)
+from warpfit_server.logs import REPORT_SECONDS, Observer, Recorder, configure_logging, make_tracer
+from warpfit_server.machine import keep_freed_memory, shorten_gil_switch_interval, split_address
 from warpfit_server.processes.watchdog import Probe
 from warpfit_server.rpc.calls import CallHandlers
 from warpfit_server.rpc.health import Health, HealthPort
-from warpfit_server.rpc.port import listen, make_server, server_credentials
-from warpfit_server.rpc.servicer import SERVICE_NAME, Servicer
-from warpfit_server.system.machine import keep_freed_memory, shorten_gil_switch_interval
-from warpfit_server.system.sockets import split_address
-from warpfit_server.tenancy.quotas import QuotaTable
+from warpfit_server.rpc.servicer import (
+    SERVICE_NAME,
+    Servicer,
+    listen,
+    make_server,
+    server_credentials,
+)
+from warpfit_server.tenants import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit.front_end")
 
@@ -54,7 +52,7 @@ class MainProcess:
     """The main process, which owns the data sets, as a front end sees it.
 
     Each method has the name, the meaning and the errors of a method of
-    `warpfit_server.data.dataset_store.DatasetStore`; any thread may call it.
+    `warpfit_server.dataset_store.DatasetStore`; any thread may call it.
     """
 
     def __init__(self, control: Channel) -> None:

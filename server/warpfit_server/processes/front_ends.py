@@ -21,16 +21,16 @@ from typing import Any, Final
 from warpfit.child_processes import python_child
 from warpfit.errors import InternalError, ResourceExhaustedError, UnavailableError, WarpfitError
 from warpfit_server.config import Config
-from warpfit_server.data.dataset_store import DatasetStore
+from warpfit_server.dataset_store import DatasetStore
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.messages import Channel, FoundDataset
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch
 from warpfit_server.ipc.segments import Segment
-from warpfit_server.observability.records import Recorder
+from warpfit_server.logs import Recorder
+from warpfit_server.machine import shortage, too_many_files
 from warpfit_server.processes.engines import Engines
 from warpfit_server.processes.supervisor import State, Supervisor
-from warpfit_server.system.machine import shortage, too_many_files
-from warpfit_server.tenancy.quotas import QuotaTable
+from warpfit_server.tenants import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit.front_ends")
 #: Seconds that a front end has to end when the server stops, after the grace period.

@@ -19,8 +19,8 @@ from typing import Final
 from warpfit.errors import WarpfitError
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.messages import Channel, ChannelClosedError
+from warpfit_server.machine import DescriptorReserve
 from warpfit_server.processes.engine_start import kill_group
-from warpfit_server.system.machine import DescriptorReserve
 
 _LOG: Final = logging.getLogger("warpfit.supervisor")
 #: Pause in seconds after a process could not even be spawned.

@@ -8,7 +8,7 @@ replaced when one has waited for ``hang_seconds``. So nothing that blocks a prob
 has no answer. The same thread has front ends replaced that are silent or that alone have no answer.
 
 Two decisions cannot be made here: a process that has lost the main process decides for itself, and
-so does an engine whose work does not stop (`warpfit_server.system.lifetime`).
+so does an engine whose work does not stop (`warpfit_server.machine`).
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ from warpfit.parse import parse
 from warpfit.request import Evaluation, Tier
 from warpfit.server_info import Limits
 from warpfit_server.config import Config
-from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
-from warpfit_server.data.uploads import Upload
+from warpfit_server.dataset_store import DatasetStore, StoredDataset, Upload
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.observability.records import REPORT_SECONDS
+from warpfit_server.logs import REPORT_SECONDS
 from warpfit_server.processes.engines import Engines, EngineSupervisor
 from warpfit_server.processes.front_ends import FrontEnds
 from warpfit_server.processes.supervisor import State, Supervisor
-from warpfit_server.tenancy.tenants import PROBE, key_of
+from warpfit_server.tenants import PROBE, key_of
 
 _LOG: Final = logging.getLogger("warpfit.watchdog")
 #: Rows of the probe's data set, and the value of the expression's parameter.

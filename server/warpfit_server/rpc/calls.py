@@ -54,13 +54,11 @@ from warpfit.errors import (
     WarpfitError,
 )
 from warpfit.server_info import Limits
+from warpfit_server.admission import Admission, TenantTurns
 from warpfit_server.config import Config
-from warpfit_server.observability.logs import LOGGED_REQUEST_ID
-from warpfit_server.observability.records import CallRecord, Observer, call_id, ended_status
-from warpfit_server.system.machine import available_cores, shortage
-from warpfit_server.tenancy.admission import Admission, TenantTurns
-from warpfit_server.tenancy.quotas import QuotaTable
-from warpfit_server.tenancy.tenants import ANONYMOUS, Authenticator, TenantLimits, TokenFile
+from warpfit_server.logs import LOGGED_REQUEST_ID, CallRecord, Observer, call_id, ended_status
+from warpfit_server.machine import available_cores, shortage
+from warpfit_server.tenants import ANONYMOUS, Authenticator, QuotaTable, TenantLimits, TokenFile
 
 # ------------------------------------------------------------------------------- errors as statuses
 

@@ -20,9 +20,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import HealthServicer
 
+from warpfit_server.machine import cannot_listen, join_address
 from warpfit_server.rpc.calls import CallTimeouts
-from warpfit_server.rpc.port import HEALTH_THREADS, CallThreads
-from warpfit_server.system.sockets import cannot_listen, join_address
+from warpfit_server.rpc.servicer import HEALTH_THREADS, CallThreads
 
 LIVENESS: Final = "liveness"
 READINESS: Final = "readiness"

@@ -28,10 +28,9 @@ from support.engines.references import reference_loss
 from support.random_programs import random_program, thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
-from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.ir import Batch, Program
 from warpfit.losses import SQUARES
-from warpfit.request import Evaluation, Loss, Precision
+from warpfit.request import Evaluation, FitRequest, FitSettings, Loss, Method, Precision
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.fit.driver import FitContext, optimize
 from warpfit_server.engine.interface import run_to_end

@@ -29,9 +29,8 @@ from support.engines.requests import EngineRequest, Pause, run_steps
 from support.random_programs import thesis_mix
 from warpfit import LossFunction, parse
 from warpfit.dataset import Dataset
-from warpfit.fitting import FitRequest, FitSettings, Method, Missing
 from warpfit.ir import Batch
-from warpfit.request import Evaluation, Loss
+from warpfit.request import Evaluation, FitRequest, FitSettings, Loss, Method, Missing
 from warpfit.searching import BASE_UNITS, Rules, SearchRequest, Units
 from warpfit.server_info import Limits
 from warpfit_server.engine.cpu.engine import CpuEngine

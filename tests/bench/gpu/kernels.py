@@ -37,7 +37,7 @@ from warpfit_server.engine.cuda.jit.tier import CompiledTier
 from warpfit_server.engine.cuda.runtime.datasets import ResidentDataset, upload
 from warpfit_server.engine.cuda.runtime.device import CudaDevice, StreamContext
 from warpfit_server.engine.interface import run_to_end
-from warpfit_server.system.machine import available_cores
+from warpfit_server.machine import available_cores
 
 ROWS = (1_000, 10_000, 100_000, 1_000_000)
 #: Programs of batches that are lowered; the larger ones repeat those that are drawn.

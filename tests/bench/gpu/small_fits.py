@@ -27,9 +27,8 @@ from service import proposals
 import warpfit
 from support.random_programs import random_program
 from warpfit.dataset import Dataset
-from warpfit.fitting import FitRequest, FitSettings
 from warpfit.ir import Batch
-from warpfit.request import Evaluation, Loss, Precision
+from warpfit.request import Evaluation, FitRequest, FitSettings, Loss, Precision
 
 PROGRAMS = 20_000
 ROWS = 500
@@ -133,12 +132,12 @@ def engine(work: Work) -> dict[str, Any]:
 
 def longest_step(cuda: Any, work: Work) -> dict[str, float]:
     """Return how long launches of fits take on the device, with the time of a launch, in ms."""
-    from warpfit_server.engine.cuda.derivatives import fits
+    from warpfit_server.engine.cuda.derivatives import tier
     from warpfit_server.engine.fit.driver import FitContext, optimize
     from warpfit_server.engine.interface import run_to_end
 
     times: list[float] = []
-    launch = fits.run
+    launch = tier.run
 
     def timed(context: Any, *launches: Any, events: Any = ()) -> None:
         context.stream.synchronize()
@@ -149,7 +148,7 @@ def longest_step(cuda: Any, work: Work) -> dict[str, float]:
 
     data = Dataset.of(*table(ROWS), dtype=np.float64)
     cuda.load(data)
-    fits.run = timed
+    tier.run = timed
     try:
         problem = Evaluation(data.content_id, Batch.of(*work), loss=Loss.MSE, values=False)
         context = FitContext(
@@ -157,7 +156,7 @@ def longest_step(cuda: Any, work: Work) -> dict[str, float]:
         )
         run_to_end(optimize(FitRequest(problem, FitSettings(max_iterations=200)), context))
     finally:
-        fits.run = launch
+        tier.run = launch
         cuda.unload(data.content_id)
     found = np.array(times) * 1e3
     median, longest = round(float(np.median(found)), 3), round(float(found.max()), 3)

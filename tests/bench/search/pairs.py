@@ -19,7 +19,7 @@ from harness import SEED, arguments, save
 
 from support.suites.pairs import plain_best, plain_errors
 from warpfit_server.engine.interface import run_to_end
-from warpfit_server.engine.search.weighing import Fit, Weigher
+from warpfit_server.engine.search.library import Fit, Weigher
 
 KINDS = {"product": (True, False), "beside": (True, True), "sum": (False, True)}
 ROUNDS = 5
@@ -91,11 +91,11 @@ def main() -> None:
         weigher = CpuWeigher(THREADS)
     else:
         from warpfit_server.engine.cuda.runtime.device import CudaDevice
-        from warpfit_server.engine.cuda.search import pairs
+        from warpfit_server.engine.cuda.search import colony
 
         device = CudaDevice()
-        pairs.load(device)
-        weigher = pairs.CudaWeigher(device)
+        colony.load_pairs(device)
+        weigher = colony.CudaWeigher(device)
     result = {
         "rows": {str(rows): measure(weigher, given.device, rows) for rows in given.rows},
         "left": weigher.block, "right": RIGHT[given.device], "kept": weigher.kept,

@@ -29,7 +29,7 @@ from support.load.fuzz import FLAGS, LAST_MOVES, LIMITS, Fuzzer, OpenCall, is_fi
 from support.load.processes import in_threads
 from support.servers.rpcs import OWN_CONNECTION, Caller
 from support.servers.server import eventually, tenants_file
-from warpfit_server.tenancy.quotas import Amounts
+from warpfit_server.tenants import Amounts
 
 #: Memory may grow by this much in the second half of the requests.
 GROWTH_BYTES = 32 << 20

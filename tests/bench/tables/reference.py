@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from warpfit import client, fitting, losses, request, searching
+from warpfit import client, losses, request, searching
 from warpfit.sklearn import ParameterOptimizer, SymbolicRegressor
 
 _INTRODUCTION: Final = """\
@@ -68,8 +68,8 @@ def reference_page() -> str:
         parts += _method(title, getattr(client.Client, name))
     for title, enum in (
         *(("Precisions", request.Precision), ("Tiers", request.Tier)),
-        *(("Methods of fits", fitting.Method), ("Accuracies of fits", fitting.Accuracy)),
-        ("Reasons why a fit ended", fitting.Reason),
+        *(("Methods of fits", request.Method), ("Accuracies of fits", request.Accuracy)),
+        ("Reasons why a fit ended", request.Reason),
         ("Forms of a search", searching.Form),
         ("Reasons why a search ended", searching.SearchReason),
     ):

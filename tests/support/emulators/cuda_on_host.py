@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from warpfit_server.system.compile_cache import default_cache_directory, find_or_make
+from warpfit_server.compile_cache import default_cache_directory, find_or_make
 
 _OPTIONS = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-exceptions", "-fno-rtti"]
 _WRAPS = ["-fwrapv", "-ffp-contract=off"]

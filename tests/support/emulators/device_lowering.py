@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from support.emulators.cuda_on_host import compile_for_host, launch_on_host
 from warpfit.ir import Batch
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.cuda.interpreter import source
+from warpfit_server.engine.cuda.interpreter import launches
 from warpfit_server.engine.cuda.interpreter.launches import (
     MAX_SHARED_TOKENS,
     BatchLayout,
@@ -23,7 +23,7 @@ from warpfit_server.engine.cuda.interpreter.launches import (
     new_batch,
 )
 from warpfit_server.engine.cuda.interpreter.tier import load_lowering
-from warpfit_server.engine.cuda.runtime.driver_calls import as_record
+from warpfit_server.engine.cuda.runtime.device import as_record
 from warpfit_server.shared_batch import SharedBatch
 
 #: Word 0 without an index, the leaf that is loaded, and word 1 or the leaf that it names. A leaf is
@@ -31,7 +31,7 @@ from warpfit_server.shared_batch import SharedBatch
 Instruction = tuple[int, Any, Any]
 #: Labels of instructions whose word 1 is a slot.
 _SLOT_LABELS = {
-    int(source.labels()[row.code]) + source.FROM_SLOT + odd
+    int(launches.labels()[row.code]) + launches.FROM_SLOT + odd
     for row in OPERATORS.values()
     for odd in (0, 1)
     if row.arity == 2
@@ -58,7 +58,7 @@ class Lowered:
 
     @property
     def order(self) -> NDArray[np.uint32]:
-        """Programs, with `source.DEEP`; [programs]."""
+        """Programs, with `launches.DEEP`; [programs]."""
         return self._part(self.layout.order, len(self.batch))
 
     @property
@@ -75,24 +75,24 @@ class Lowered:
 
     def needs(self) -> NDArray[np.uint32]:
         """Stack levels that each program needs below the top."""
-        return self.programs[:, 3] >> source.NEED_SHIFT & source.NEED_MASK
+        return self.programs[:, 3] >> launches.NEED_SHIFT & launches.NEED_MASK
 
     def are_invalid(self) -> NDArray[np.bool_]:
         """Return whether the lowering found each program invalid."""
-        return (self.programs[:, 3] & source.INVALID) != 0
+        return (self.programs[:, 3] & launches.INVALID) != 0
 
     def slot_counts(self) -> NDArray[np.uint32]:
         """Slots of each program."""
-        return self.programs[:, 3] & source.SLOTS_MASK
+        return self.programs[:, 3] & launches.SLOTS_MASK
 
     def code(self, index: int) -> list[Instruction]:
         """A program's instructions, with what a slot holds in place of its number."""
         first, count, slot, _ = self.programs[index].tolist()
         code: list[Instruction] = []
         for head, word in self.instructions[first : first + count + 1].tolist():
-            low, leaf = head & (1 << source.INDEX_SHIFT) - 1, head >> source.INDEX_SHIFT
-            loaded = self._slot(slot + leaf) if low & source.LOAD_SLOT else leaf
-            takes_slot = low & source.LABEL_MASK in _SLOT_LABELS
+            low, leaf = head & (1 << launches.INDEX_SHIFT) - 1, head >> launches.INDEX_SHIFT
+            loaded = self._slot(slot + leaf) if low & launches.LOAD_SLOT else leaf
+            takes_slot = low & launches.LABEL_MASK in _SLOT_LABELS
             code.append((low, loaded, self._slot(slot + word) if takes_slot else word))
         return code
 
@@ -106,7 +106,7 @@ class Lowered:
 @functools.cache
 def host_kernels() -> ctypes.CDLL:
     """Compile the kernels for this machine; skips the test if it has no compiler."""
-    return compile_for_host(source.lowering_source().source)
+    return compile_for_host(launches.lowering_source().source)
 
 
 def _layout_of(batch: Batch) -> BatchLayout:
@@ -219,8 +219,8 @@ def _lower(driver: Any, stream: int, limits: Any, record: Any) -> int:
 
 def check_order(found: Lowered, group: int, levels: int) -> None:
     """Deep programs come first, marked; then by falling number of instructions; in each group."""
-    programs = (found.order & ~np.uint32(source.DEEP)).astype(int)
-    deep = (found.order & source.DEEP) != 0
+    programs = (found.order & ~np.uint32(launches.DEEP)).astype(int)
+    deep = (found.order & launches.DEEP) != 0
     np.testing.assert_array_equal(deep, found.needs()[programs] > levels)
     for first in range(0, len(found.batch), group):
         part = slice(first, first + group)

@@ -21,7 +21,7 @@ from warpfit_server.engine.cuda import engine, parts
 from warpfit_server.engine.cuda.jit.tier import CompiledTier
 from warpfit_server.engine.cuda.runtime import device
 from warpfit_server.engine.cuda.runtime.compiler import CudaSource
-from warpfit_server.engine.cuda.runtime.driver_calls import DRIVER
+from warpfit_server.engine.cuda.runtime.device import DRIVER
 
 _MEMORY = 4 << 30
 _DEVICE = {

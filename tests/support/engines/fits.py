@@ -6,11 +6,18 @@ from support.engines.references import NumpyEngine
 from warpfit import parse
 from warpfit.calls.results import Fit
 from warpfit.dataset import Dataset
-from warpfit.fitting import Accuracy, FitRequest, FitSettings, Method, Tolerances
 from warpfit.ir import Batch
 from warpfit.losses import Loss, LossFunction
-from warpfit.request import Evaluation, Precision
-from warpfit_server.engine.fit import compiled
+from warpfit.request import (
+    Accuracy,
+    Evaluation,
+    FitRequest,
+    FitSettings,
+    Method,
+    Precision,
+    Tolerances,
+)
+from warpfit_server.engine.fit import driver
 from warpfit_server.engine.fit.driver import FitContext, optimize
 from warpfit_server.engine.interface import run_to_end
 
@@ -49,7 +56,7 @@ def prepared(
     **settings,
 ) -> tuple[FitRequest, FitContext]:
     """Make a request of texts, or programs, and starts, with the settings of `FitSettings`."""
-    compiled.load()  # as an engine does before its first pass ends
+    driver.load()  # as an engine does before its first pass ends
     programs = [parse(text) if isinstance(text, str) else text for text in texts]
     batch = Batch.of(programs, starts)
     problem = Evaluation(

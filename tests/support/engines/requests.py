@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from warpfit.dataset import Dataset, Layout
-from warpfit.fitting import FitRequest, FitSettings
-from warpfit.request import Evaluation, Timings
+from warpfit.request import Evaluation, FitRequest, FitSettings, Timings
 from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import Engine, Steps
 from warpfit_server.engine.runner import RequestRunner

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 from warpfit_server.config import Config
-from warpfit_server.data.dataset_store import StoreUsage
+from warpfit_server.dataset_store import StoreUsage
+from warpfit_server.logs import Recorder
 from warpfit_server.metrics import GpuUsage, ServerCollector
-from warpfit_server.observability.records import Recorder
 
 
 def collector(

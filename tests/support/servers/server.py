@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from warpfit.transport.connection import new_token
-from warpfit_server.tenancy.quotas import Amounts, QuotaTable
+from warpfit_server.tenants import Amounts, QuotaTable
 
 
 class ServerProcess:
@@ -59,7 +59,7 @@ class ServerProcess:
     def engines(self) -> dict[int, psutil.Process]:
         """The engine processes that run now, by their numbers."""
         children = psutil.Process(self.process.pid).children()
-        found = [child for child in children if runs(child, "warpfit_server.engine.process")]
+        found = [child for child in children if runs(child, "warpfit_server.engine.loop")]
         return {int(child.cmdline()[4]): child for child in found}
 
     def engine(self, number: int = 0, timeout: float = 30.0) -> psutil.Process:

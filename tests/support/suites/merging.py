@@ -12,8 +12,8 @@ from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Tier
 from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import run_to_end
-from warpfit_server.engine.request import Request
 from warpfit_server.engine.runner import RequestRunner
+from warpfit_server.engine.scheduler import Request
 from warpfit_server.ipc.engine_connection import InFlightRequest
 from warpfit_server.ipc.segments import SegmentPool
 

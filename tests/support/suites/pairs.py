@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from warpfit_server.engine.interface import run_to_end
-from warpfit_server.engine.search.weighing import Fit
+from warpfit_server.engine.search.library import Fit
 
 Floats = NDArray[np.float64]
 

@@ -36,7 +36,7 @@ from warpfit.errors import UnavailableError
 from warpfit.ops import OPERATORS
 from warpfit.sklearn import SymbolicRegressor, estimator
 from warpfit.transport.connection import TlsConfig, token_digest
-from warpfit_server.observability.records import BUCKET_BOUNDS, MetricsDelta
+from warpfit_server.logs import BUCKET_BOUNDS, MetricsDelta
 
 CSV = "x1,x2,y\n1,2,5\n2,3,9\n3,4,13\n4,5,17\n"
 RUN = [sys.executable, "-c", "import sys; from warpfit.cli.main import main; sys.exit(main())"]

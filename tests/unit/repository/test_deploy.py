@@ -29,13 +29,8 @@ from support.servers.metrics_page import collector
 from warpfit.request import Timings
 from warpfit_server.config import Config
 from warpfit_server.engine.interface import COUNTERS
+from warpfit_server.logs import CALL_COUNTERS, HISTOGRAMS, CallRecord, Recorder
 from warpfit_server.metrics import GpuUsage
-from warpfit_server.observability.records import (
-    CALL_COUNTERS,
-    HISTOGRAMS,
-    CallRecord,
-    Recorder,
-)
 
 CONFIG = "deploy/prometheus/prometheus.yml"
 #: Values under which the chart is rendered.

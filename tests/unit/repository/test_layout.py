@@ -21,11 +21,11 @@ PACKAGES = {
 }
 #: Each folder imports folders that stand before it; a file stands for itself.
 ORDERS = {
-    "warpfit_server": "shared_batch limits system observability config tenancy ipc data engine rpc "
-    "processes",
+    "warpfit_server": "shared_batch limits machine compile_cache logs config tenants admission ipc "
+    "dataset_store engine rpc processes",
     "warpfit_server.engine": "native interface sum_tree lowering evaluation "
-    "autodiff fit search cpu cuda scheduler request runner loop process",
-    "warpfit_server.engine.cuda": "runtime math interpreter derivatives jit search",
+    "autodiff fit search cpu cuda scheduler runner loop",
+    "warpfit_server.engine.cuda": "runtime interpreter derivatives jit search",
     "warpfit": "errors expressions frontends formulas codec transport calls sklearn cli",
 }
 

@@ -19,16 +19,18 @@ from warpfit.transport.connection import (
     unknown_variables,
     warn_of_unknown_variables,
 )
+from warpfit_server import machine
 from warpfit_server.config import Config, parse_bytes
-from warpfit_server.system import machine
-from warpfit_server.system.machine import (
+from warpfit_server.machine import (
     available_memory,
+    cannot_listen,
     check_device_memory,
     check_devices,
     engine_devices,
+    reserve_port,
     resolve_devices,
+    split_address,
 )
-from warpfit_server.system.sockets import cannot_listen, reserve_port, split_address
 
 
 def test_flags_win_over_variables_over_defaults():

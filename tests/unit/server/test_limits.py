@@ -9,10 +9,9 @@ import pytest
 from support.random_programs import thesis_mix
 from support.servers.examples import DATA, an_evaluation
 from warpfit.errors import ResourceExhaustedError
-from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.ir import Batch
 from warpfit.parse import parse
-from warpfit.request import Evaluation, Loss
+from warpfit.request import Evaluation, FitRequest, FitSettings, Loss, Method
 from warpfit.server_info import Limits
 from warpfit_server import limits as module
 

@@ -9,9 +9,9 @@ import pytest
 
 from warpfit.cli import main as cli
 from warpfit_server import precompile
+from warpfit_server.compile_cache import engine_environment
 from warpfit_server.engine.cpu.codegen import parts
-from warpfit_server.engine.native import compile_processes
-from warpfit_server.system.compile_cache import engine_environment
+from warpfit_server.engine.native import numba_cache
 
 #: Prints how many things an engine's start, an evaluation and a gradient compile, with which the
 #: code of fits is loaded, too.
@@ -25,8 +25,8 @@ from support.servers.examples import DATA, an_evaluation
 from warpfit.request import Loss
 from warpfit_server.engine.cpu.codegen import kernels
 from warpfit_server.engine.cpu.engine import CpuEngine
-from warpfit_server.engine.fit import bfgs, levenberg_marquardt, separable
-from warpfit_server.engine.native import compile_processes
+from warpfit_server.engine.fit import bfgs, levenberg_marquardt, linear_model
+from warpfit_server.engine.native import numba_cache
 
 count = 0
 
@@ -39,13 +39,13 @@ def counted(function):
 
 compiler.compile_extra = counted(compiler.compile_extra)
 kernels._compile = counted(kernels._compile)
-compile_processes.python_child = counted(compile_processes.python_child)
+numba_cache.python_child = counted(numba_cache.python_child)
 engine = CpuEngine(1)
 for gradient in (False, True):
     evaluation = an_evaluation(loss=Loss.MSE, gradient=gradient)
     # Arrays of a request can be written to, and are of another type than those that cannot.
     ask(engine, DATA, replace(evaluation, batch=evaluation.batch.copy()))
-for function in (levenberg_marquardt.advance, bfgs.advance, separable.mark_linear):
+for function in (levenberg_marquardt.advance, bfgs.advance, linear_model.mark_linear):
     assert function.signatures, "fits load nothing after a pass of the engine"
 print(count)
 """
@@ -72,7 +72,7 @@ def started(monkeypatch):
         found.extend(name for share in shares for name in share.split(":", 2)[2].split(",") if name)
         return {"args": ["true"], "env": {}}
 
-    monkeypatch.setattr(compile_processes, "python_child", child)
+    monkeypatch.setattr(numba_cache, "python_child", child)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     return found
 
@@ -98,8 +98,8 @@ def test_each_architecture_is_compiled_without_a_gpu(started, tmp_path, capsys):
 @pytest.mark.parametrize("part", ["lowering", "graph kernels"])
 def test_an_engine_finds_what_a_part_has_compiled(tmp_path, monkeypatch, part):
     cuda = pytest.importorskip("warpfit_server.engine.cuda.parts")
-    from warpfit_server.engine.cuda.interpreter.source import lowering_source
-    from warpfit_server.engine.cuda.jit.graph import graph_source
+    from warpfit_server.engine.cuda.interpreter.launches import lowering_source
+    from warpfit_server.engine.cuda.jit.tier import graph_source
     from warpfit_server.engine.cuda.runtime.compiler import CudaSource
 
     (tmp_path / "cubin").mkdir(mode=0o700)

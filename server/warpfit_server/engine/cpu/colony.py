@@ -8,7 +8,7 @@ The simple form of what happens to the children of a generation (`screen_chunk`)
             evaluate it on the other rows, too, and find its loss on all of them
 
 Most children are worse than what there is, and the first rows, which are in random order, say
-so. Formulas are run token by token by the kernels of the engine (`codegen.kernels`), a block of
+so. Formulas are run token by token by the kernels of the engine (`codegen.parts`), a block of
 rows at a time. Lowering them first, as batches of requests are, takes longer than it saves for
 formulas that are evaluated once.
 

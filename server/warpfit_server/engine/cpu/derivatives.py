@@ -54,13 +54,15 @@ from warpfit_server.engine.autodiff import (
     row_loss_tokens,
     source_arrays,
 )
-from warpfit_server.engine.cpu import statistics
+from warpfit_server.engine.cpu import interpreter
 from warpfit_server.engine.cpu.codegen.kernels import LARGEST_TILE, Kernels
 from warpfit_server.engine.cpu.interpreter import (
     CONTEXT,
     INPUT_ARRAYS,
     INVARIANT_WIDTH,
+    MOMENTS,
     ONE_SPAN,
+    REDUCTIONS,
     ChunkedWork,
     Cut,
     Inputs,
@@ -70,9 +72,11 @@ from warpfit_server.engine.cpu.interpreter import (
     cut_instances,
     cut_programs,
     first_node,
+    from_zero,
     inputs_of,
     invariants_of,
     lowering_work,
+    merge_reductions,
     new_context,
     new_memory,
     run_body,
@@ -81,7 +85,6 @@ from warpfit_server.engine.cpu.interpreter import (
     span_level,
     weights_of,
 )
-from warpfit_server.engine.cpu.statistics import MOMENTS, REDUCTIONS, from_zero, merge_reductions
 from warpfit_server.engine.interface import Arithmetic, Steps, edges_of
 from warpfit_server.engine.lowering import NONE, Lowered, allocate, lower_chunk
 from warpfit_server.engine.native import numba_cache
@@ -393,13 +396,13 @@ def linearise_chunk(block: int, chunk: int) -> int:
     node = floats(block, _NODES).reshape((len(ranges(block, SPANS)), -1))[span]
     first_moment = _first_moment(context, starts)
     found = node[starts[instances.start] : starts[instances.stop]]
-    found_moments = node[first_moment:].reshape((-1, statistics.MOMENTS))
+    found_moments = node[first_moment:].reshape((-1, interpreter.MOMENTS))
     try:
         count = (instances.stop - instances.start) * (context.wants_moments != 0)
         sums = ChunkSums(
             words(block, _DOTS), starts, np.zeros((context.levels, len(found))),
-            node[starts[-1] : first_moment].reshape((-1, statistics.REDUCTIONS)),
-            np.zeros((context.levels, count, statistics.MOMENTS)),
+            node[starts[-1] : first_moment].reshape((-1, interpreter.REDUCTIONS)),
+            np.zeros((context.levels, count, interpreter.MOMENTS)),
         )  # fmt: skip
         row_loss = inputs_of(block, _ROW_LOSS)
         memory = new_memory(inputs, instances, row_loss_bytes(context, row_loss))
@@ -407,7 +410,7 @@ def linearise_chunk(block: int, chunk: int) -> int:
         finished = _run(inputs, row_loss, sums, memory, instances, rows, cancelled)
         found[:] = node_sums(sums.sums)
         if count:
-            found_moments[instances.start : instances.stop] = statistics.node_moments(sums.moments)
+            found_moments[instances.start : instances.stop] = interpreter.node_moments(sums.moments)
     except Exception:  # compiled code tells exceptions apart no further: memory is short
         return FAILED
     return FINISHED if finished else CANCELLED
@@ -417,7 +420,7 @@ def linearise_chunk(block: int, chunk: int) -> int:
 def _first_moment(context: Any, starts: Any) -> int:
     """Return the index of the first moment among the numbers of a node."""
     reductions = context.instances if context.wants_reductions else 0
-    return int(starts[-1] + reductions * statistics.REDUCTIONS)
+    return int(starts[-1] + reductions * interpreter.REDUCTIONS)
 
 
 @inlined
@@ -466,7 +469,7 @@ def _run(
                     context, sums, instance, place, bases[3], row, count, is_first
                 )
         carry(sums.sums, block + 1)
-        statistics.carry_moments(sums.moments, block + 1)
+        interpreter.carry_moments(sums.moments, block + 1)
         row += count
     return True
 
@@ -482,9 +485,9 @@ def _add_statistics(
     total = 0.0
     if context.wants_reductions:
         own = sums.reductions[instance]
-        total = statistics.add_reductions(result, context.item_bytes, count, own, is_first)
+        total = interpreter.add_reductions(result, context.item_bytes, count, own, is_first)
     if context.wants_moments:
-        statistics.add_moments(
+        interpreter.add_moments(
             result, context.target + offset, weights, context.item_bytes, count,
             sums.moments[0, place],
         )  # fmt: skip
@@ -599,8 +602,8 @@ def combine_chunk(block: int, chunk: int) -> int:
     node_range = words(block, _NODE_RANGE)
     moments = floats(block, _NODES).reshape((node_range[1], -1))
     moments = moments[:, _first_moment(inputs.context[0], starts) :]
-    start, stop = statistics.MOMENTS * instances.start, statistics.MOMENTS * instances.stop
-    statistics.merge_spans(moments[:, start:stop], node_range[0])
+    start, stop = interpreter.MOMENTS * instances.start, interpreter.MOMENTS * instances.stop
+    interpreter.merge_spans(moments[:, start:stop], node_range[0])
     try:
         _combine(
             inputs, instances, starts, floats(block, _TOTALS),
@@ -760,6 +763,6 @@ def _widen(source: int, item_bytes: int, target: int, count: int) -> None:
     """Copy numbers as float64."""
     wide = carray(pointer64(target), count)
     if item_bytes == 4:
-        statistics.copy(carray(pointer32(source), count), wide)
+        interpreter.copy(carray(pointer32(source), count), wide)
     else:
-        statistics.copy(carray(pointer64(source), count), wide)
+        interpreter.copy(carray(pointer64(source), count), wide)

@@ -8,9 +8,9 @@ The simple form:
             store the values, add up the loss
 
 `engine.lowering` turns the tokens of a batch into instructions. `interpreter` cuts the work into
-chunks, and runs the instructions in blocks, calling the loops that `codegen.kernels` makes of the
+chunks, and runs the instructions in blocks, calling the loops that `codegen.parts` makes of the
 operator table with the functions of `codegen.elementary_functions`. Compiled code is kept on disk
-(`codegen.parts`). A step is a parallel loop over some chunks (`engine.native.parallel_loop`).
+(`codegen.parts`). A step is a parallel loop over some chunks (`engine.native.intrinsics`).
 `derivatives` has the evaluations with derivatives, custom losses or statistics.
 """
 
@@ -65,12 +65,11 @@ from warpfit_server.engine.lowering import (
     check_tokens,
     lower_chunk,
 )
-from warpfit_server.engine.native.compile_processes import BACKGROUND, NICE, WANTED
-from warpfit_server.engine.native.numba_cache import address_of
-from warpfit_server.engine.native.parallel_loop import ParallelLoop
+from warpfit_server.engine.native.intrinsics import ParallelLoop
+from warpfit_server.engine.native.numba_cache import BACKGROUND, NICE, WANTED, address_of
 from warpfit_server.engine.sum_tree import add_nodes
 from warpfit_server.ipc.segments import Segment
-from warpfit_server.system.machine import available_cores
+from warpfit_server.machine import available_cores
 
 if TYPE_CHECKING:
     from warpfit_server.engine.search.colony import ColonySettings, Screening

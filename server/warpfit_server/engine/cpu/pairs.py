@@ -1,6 +1,6 @@
 """Pairs of formulas on the CPU: matrix products in float32, and fits of what is close to the best.
 
-The simple form, for tiles of left and right formulas (`engine.search.weighing`):
+The simple form, for tiles of left and right formulas (`engine.search.library`):
 
     products = the matrix products of the tile, by BLAS
     for each pair of the tile:
@@ -22,7 +22,7 @@ from numba import types
 
 from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.search.weighing import (
+from warpfit_server.engine.search.library import (
     LEAST_REST,
     LEAST_VARIATION,
     Fit,

@@ -1,7 +1,7 @@
 """Parts of the CUDA engine's compiled code, each compiled by another process; needs no GPU.
 
 NVRTC and nvJitLink compile on one core and keep some 250 MiB, so several processes compile the
-groups of parts into the cache (`compile_processes`), and the engine loads them from there::
+groups of parts into the cache (`numba_cache.begin`), and the engine loads them from there::
 
     python -m warpfit_server.engine.cuda.parts DIRECTORY LOCK:NAME:ARCHITECTURE/GROUP/PART,...
 """
@@ -19,19 +19,19 @@ from typing import Final
 from warpfit_server.engine.autodiff import differentiate_chunk
 from warpfit_server.engine.cuda.derivatives import launches as derivative_launches
 from warpfit_server.engine.cuda.derivatives import tier as derivatives
-from warpfit_server.engine.cuda.derivatives.source import derivative_source
+from warpfit_server.engine.cuda.derivatives.lowering import derivative_source
 from warpfit_server.engine.cuda.interpreter import launches
 from warpfit_server.engine.cuda.interpreter import tier as interpreter
-from warpfit_server.engine.cuda.interpreter.source import (
+from warpfit_server.engine.cuda.interpreter.launches import (
     Variant,
     interpreter_source,
     lowering_source,
 )
-from warpfit_server.engine.cuda.jit import graph, kernel_store
+from warpfit_server.engine.cuda.jit import kernel_store, tier
 from warpfit_server.engine.cuda.runtime.compiler import CudaSource
-from warpfit_server.engine.fit import compiled as fits
+from warpfit_server.engine.fit import driver as fits
 from warpfit_server.engine.lowering import load_check
-from warpfit_server.engine.native import compile_processes, numba_cache
+from warpfit_server.engine.native import numba_cache
 
 
 def _variants(
@@ -49,7 +49,7 @@ _DERIVATIVES: Final = dict(zip(derivatives.VARIANTS, (5.2, 11.8, 7.7), strict=Tr
 _KERNELS: Final = {
     "values": {
         "lowering": (1.0, lowering_source),
-        "graph kernels": (0.3, graph.graph_source),
+        "graph kernels": (0.3, tier.graph_source),
         **_variants(interpreter_source, _INTERPRETERS),
     },
     "derivatives": _variants(partial(derivative_source, spills=False), _DERIVATIVES),
@@ -84,13 +84,13 @@ def begin_compiling(
         }
         for group in groups
     }
-    compile_processes.begin(directory / "cubin", __name__, seconds, processes)
+    numba_cache.begin(directory / "cubin", __name__, seconds, processes)
 
 
 def compile_group(group: str, directory: Path, architecture: int, processes: int) -> None:
     """Have a group of `GROUPS` compiled into the cache by other processes; wait for it."""
     begin_compiling(directory, architecture, processes, [group])
-    compile_processes.wait(directory / "cubin", _file(group, architecture))
+    numba_cache.wait(directory / "cubin", _file(group, architecture))
 
 
 def load_host_code(group: str) -> None:
@@ -103,7 +103,7 @@ def precompile(directory: Path, architecture: int, processes: int) -> None:
     """Compile all groups for a compute capability; otherwise as `compile_group`."""
     begin_compiling(directory, architecture, processes)
     for group in GROUPS:
-        compile_processes.wait(directory / "cubin", _file(group, architecture))
+        numba_cache.wait(directory / "cubin", _file(group, architecture))
 
 
 def _file(group: str, architecture: int) -> str:
@@ -130,4 +130,4 @@ def _run(place: Path, name: str) -> None:
 
 if __name__ == "__main__":
     named = [name for word in sys.argv[2:] for name in word.split(":", 2)[2].split(",")]
-    compile_processes.run_parts({n: partial(_run, name=n) for n in named}, sys.argv[1:])
+    numba_cache.run_parts({n: partial(_run, name=n) for n in named}, sys.argv[1:])

@@ -26,11 +26,11 @@ Parameters are measured in the lengths of their columns of the Jacobian (WIDTH).
 where a search begins, and may be wrong by any factor elsewhere. So a search that would end is
 *inspected* first: the driver evaluates the curvature at its point, and the search ends if
 `linear_model.is_minimum` holds there. Where that is doubtful and the loss is of squares, the driver
-factorises the Jacobian first (`triangles`); for other losses the curvature has to do. If the
+factorises the Jacobian first (`linear_model.reflect`); for other losses the curvature has to do. If the
 condition does not hold, the search restarts from that point with the new widths and a new inverse.
 If the restart has not made the loss less, the search has stalled; with a row loss that has kinks,
 at which gradients do not vanish, it ends as one whose steps are too small. What would end at a
-saddle or on a plateau is perturbed first (`probes`).
+saddle or on a plateau is perturbed first (`starts`).
 """
 
 from __future__ import annotations
@@ -45,11 +45,16 @@ from warpfit.ops import VARIABLE, Operator
 from warpfit_server.engine.fit.linear_model import (
     Model,
     Workspace,
+    all_finite,
     are_usable,
+    copy,
+    difference,
+    dot,
+    factorise,
     has_effect,
     is_minimum,
+    solve,
 )
-from warpfit_server.engine.fit.probes import MOST_PROBES, begin_probe, leads_on, nudge
 from warpfit_server.engine.fit.searches import (
     BEGINS,
     BEST,
@@ -103,14 +108,7 @@ from warpfit_server.engine.fit.searches import (
     parts_of,
     within,
 )
-from warpfit_server.engine.fit.triangles import (
-    all_finite,
-    copy,
-    difference,
-    dot,
-    factorise,
-    solve,
-)
+from warpfit_server.engine.fit.starts import MOST_PROBES, begin_probe, leads_on, nudge
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import inlined
 

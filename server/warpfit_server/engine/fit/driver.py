@@ -7,7 +7,9 @@ The simple form:
         judge each trial and propose the next one (`levenberg_marquardt`, `bfgs`)
 
 Searches that have ended drop out of the batch, so that they cost no more. Engines load the compiled
-code of the methods with that of derivatives (`compiled`), for which the first pass waits.
+code of the methods with that of derivatives (`load`), for which the first pass waits.
+
+The compiled code of the fit methods, which engines compile and load with their derivatives.
 """
 
 from __future__ import annotations
@@ -24,20 +26,32 @@ from functools import partial
 from itertools import pairwise
 from typing import Final, TypeVar
 
+import numba
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
 from warpfit.calls.splitting import even_bounds
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError
 from warpfit.evidence import covariance_of
-from warpfit.fitting import FitProgress, FitRequest, FitResult, Method, Missing, Tolerances
 from warpfit.ir import Program
 from warpfit.losses import SQUARES as SQUARED_DIFFERENCES
 from warpfit.losses import TargetStatistics, close_losses, mentions_weight
-from warpfit.request import Evaluation, Precision, Timings
-from warpfit_server.engine.fit import bfgs, levenberg_marquardt, linear_model, starts, triangles
+from warpfit.request import (
+    Evaluation,
+    FitProgress,
+    FitRequest,
+    FitResult,
+    Method,
+    Missing,
+    Precision,
+    Timings,
+    Tolerances,
+)
+from warpfit_server.engine.fit import bfgs, levenberg_marquardt, linear_model, starts
 from warpfit_server.engine.fit.bfgs import has_kinks, squared_slope
+from warpfit_server.engine.fit.linear_model import COLUMNS, mark_linear, operator_table
 from warpfit_server.engine.fit.searches import (
     BEGINS,
     ENDING,
@@ -71,7 +85,6 @@ from warpfit_server.engine.fit.searches import (
     one_vector_each,
     spread,
 )
-from warpfit_server.engine.fit.separable import COLUMNS, mark_linear, operator_table
 from warpfit_server.engine.fit.starts import Scales, VariableSizes, with_restarts, without_missing
 from warpfit_server.engine.interface import (
     Linearisation,
@@ -81,9 +94,10 @@ from warpfit_server.engine.interface import (
     Steps,
     timed,
 )
-from warpfit_server.engine.native.compile_processes import NICE
+from warpfit_server.engine.native import numba_cache
+from warpfit_server.engine.native.numba_cache import NICE
 from warpfit_server.limits import JACOBIAN_NUMBERS, fit_memory
-from warpfit_server.system.machine import available_cores, give_back_memory
+from warpfit_server.machine import available_cores, give_back_memory
 
 #: The batch shrinks when at least this share of its searches has ended: each selection costs the
 #: engine some preparation, each search that stays costs its evaluation.
@@ -492,7 +506,10 @@ class _Driver:
             batch = replace(batch, parameters=active.vectors[X, columns])
             factors, rights = np.zeros(int(squares.sum())), np.zeros(int(columns.sum()))
             numbers = len(rights) + len(batch)
-            step = max(triangles.BLOCK, JACOBIAN_NUMBERS // 2 // numbers & -triangles.BLOCK)
+            step = max(
+                linear_model.BLOCK,
+                JACOBIAN_NUMBERS // 2 // numbers & -linear_model.BLOCK,
+            )
             step = min(step, self._rows.stop - self._rows.start)
             # While some rows are worked into the factors, the engine computes the next ones.
             rooms, absorbing = np.empty((2, numbers * step)), list[Future[None]]()
@@ -543,9 +560,9 @@ class _Driver:
         absorbing = []
         for first, stop in pairwise(bounds):
             own = slice(columns[first], columns[stop])
-            scratch = np.empty((int(counts[first:stop].max()) + 2, triangles.BLOCK))
+            scratch = np.empty((int(counts[first:stop].max()) + 2, linear_model.BLOCK))
             absorb = partial(
-                triangles.absorb,
+                linear_model.absorb,
                 *(jacobian[own], values[first:stop], dataset.target[part], weights),
                 *(counts[first:stop], scratch, factors[squares[first] : squares[stop]]),
                 *(rights[own], self._context.cancelled),
@@ -774,3 +791,33 @@ def _matrices(searches: Searches, chosen: NDArray[np.int64], n: int) -> Floats:
     matrices[:, row, column] = packed
     matrices[:, column, row] = packed
     return matrices
+
+
+_NUMBERS, _ROWS, _COUNTS = types.float64[::1], types.float64[:, ::1], types.int64[:, ::1]
+_LIMITS: Final = numba.typeof(SearchLimits(0.0, 0.0, 0.0, 0, False, 0.0, 0.0, 0.0, True, False))
+_SPACE: Final = numba.typeof(linear_model.workspace(1, np.zeros(1, dtype=np.uint8)))
+#: Arguments of both methods: the state of the searches, and the results of a pass.
+_STATE: Final = _COUNTS, _ROWS, _ROWS, _COUNTS, *[_NUMBERS] * 4
+
+
+def load() -> None:
+    """Load the code of all methods, or compile it."""
+    numba_cache.load(
+        levenberg_marquardt.advance, types.void(*_STATE, _NUMBERS, types.boolean, _LIMITS, _SPACE)
+    )
+    codes = types.Array(types.uint8, 1, "C", readonly=True)
+    values = types.Array(types.float64, 1, "C", readonly=True)
+    flag = types.uint8[::1]
+    found = _ROWS, _ROWS, values, values, types.int64[::1], _ROWS, _NUMBERS, _NUMBERS
+    numba_cache.load(linear_model.absorb, types.void(*found, flag))
+    places = types.int64[::1]
+    mark_linear = types.void(codes, values, places, places, _COUNTS, _COUNTS, _NUMBERS)
+    numba_cache.load(linear_model.mark_linear, mark_linear)
+    starts.load()
+    flags = types.boolean, types.boolean
+    numba_cache.load(bfgs.advance, types.void(*_STATE, *flags, _LIMITS, _SPACE))
+
+
+#: What other processes compile: seconds that it takes, and what loads it. The methods share most
+#: functions, which one process types and lowers once.
+PARTS: Final[dict[str, tuple[float, Callable[[], None]]]] = {"fits": (7.0, load)}

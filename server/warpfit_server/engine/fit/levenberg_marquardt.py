@@ -13,7 +13,7 @@ A = J^T W J:
 The book's least factor is 1/3; 1/10 and a first damping of 0.1 reach lower losses within 10 and
 within 50 iterations on random expressions, and more digits on NIST's problems.
 
-Parameters c that the program is linear in (`separable`) are not damped, and the scale of the others
+Parameters c that the program is linear in (`linear_model.mark_linear`) are not damped, and the scale of the others
 is the diagonal of the Schur complement of c in A: a step equals that of variable projection with
 Kaufman's Jacobian (Golub and Pereyra, SIAM J. Numer. Anal. 10, 1973; Kaufman, BIT 15,
 1975). At any evaluated point the best c and the loss there are known exactly. So a trial is judged
@@ -32,10 +32,10 @@ parameters do not matter.
 A test of convergence that fires is believed only where `linear_model.is_minimum` holds. Else the
 search goes on with no more than the first damping and a new scale. If it gets no further, the steps
 that were refused since then say whether the loss has a minimum there; else the search has stalled.
-Where that would leave it at a saddle or on a plateau, it is perturbed first (`probes`).
+Where that would leave it at a saddle or on a plateau, it is perturbed first (`starts`).
 
 Normal equations square the condition of J. Where they are ill-conditioned and a search is slow, or
-a test has fired, it asks for the orthogonal factor of J (`triangles`), which its steps come from
+a test has fired, it asks for the orthogonal factor of J (`linear_model.reflect`), which its steps come from
 until it ends. Where parameters have the same effect the factor is no better, and is not asked for
 at every step. Columns of float32 differ by rounding errors that the curvature resolves, so that a
 factor would tell no more of them.
@@ -46,7 +46,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-from warpfit_server.engine.fit import triangles
+from warpfit_server.engine.fit import linear_model
 from warpfit_server.engine.fit.linear_model import (
     ILL_CONDITIONED,
     MOVES,
@@ -64,7 +64,6 @@ from warpfit_server.engine.fit.linear_model import (
     solve_step,
     steepest_cosine,
 )
-from warpfit_server.engine.fit.probes import begin_probe, leads_on, nudge
 from warpfit_server.engine.fit.searches import (
     ASKED,
     BEFORE,
@@ -110,6 +109,7 @@ from warpfit_server.engine.fit.searches import (
     parts_of,
     within,
 )
+from warpfit_server.engine.fit.starts import begin_probe, leads_on, nudge
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import inlined
 
@@ -224,9 +224,9 @@ def advance_one(
         number[BEFORE] = number[LOSS]
     if usable and loss < number[LOSS]:
         number[LOSS] = loss
-        triangles.copy(vector[TRIAL], vector[X])
-        triangles.copy(gradient, vector[SLOPE])
-        triangles.copy(new, old)
+        linear_model.copy(vector[TRIAL], vector[X])
+        linear_model.copy(gradient, vector[SLOPE])
+        linear_model.copy(new, old)
         if counter[FACTOR] == READY:
             counter[FACTOR] = WANTED
     corrects = usable and counter[CORRECTING] != _BEST_LINEAR
@@ -284,7 +284,7 @@ def _probe(
     factor: Floats,
     limits: SearchLimits,
 ) -> None:
-    """Let a search that would end go on from a perturbed point, see `probes`."""
+    """Let a search that would end go on from a perturbed point, see `starts`."""
     reason = counter[REASON]
     if reason in (GRADIENT, STEP, LOSS_CHANGE, STALLED):
         model = Model(
@@ -339,7 +339,7 @@ def _correct(
     for i in range(n):
         trial = vector[TRIAL, i]
         best[i] = within(vector, i, trial + h[i], limits) if space.role[i] != STAYS else trial
-    triangles.difference(best, vector[TRIAL], h)
+    linear_model.difference(best, vector[TRIAL], h)
     decrease = promised_decrease(vector, model, h)
     reached, before = loss - decrease, number[BEFORE]
     if not (decrease > _LEAST_CORRECTION * loss and reached < number[LOSS]):
@@ -348,7 +348,7 @@ def _correct(
         promises = loss < before or before - reached > _LEAST_GAIN * number[PREDICTED]
         if not (promises and decrease > _WORTH_CORRECTING * (before - reached)):
             return False
-    triangles.copy(best, vector[TRIAL])
+    linear_model.copy(best, vector[TRIAL])
     counter[CORRECTING] = _BEST_LINEAR
     counter[ITERATIONS] += 1
     return True
@@ -448,7 +448,7 @@ def _propose(
                 number[RESTARTED], number[PROMISE] = number[LOSS], 0.0
                 number[DAMPING] = min(number[DAMPING], _FIRST_DAMPING)
                 number[GROWTH], counter[REFUSED] = 2.0, 0
-                triangles.copy(vector[X], vector[TRIAL])  # what no later trial may equal
+                linear_model.copy(vector[X], vector[TRIAL])  # what no later trial may equal
                 for i in range(n):
                     vector[SCALE, i] = 0.0
         if counter[ITERATIONS] >= limits.iterations:
@@ -482,7 +482,7 @@ def _propose(
             if slow and doubtful and not limits.single:
                 counter[FACTOR] = WANTED
                 return
-            triangles.difference(vector[TRIAL], vector[X], h)
+            linear_model.difference(vector[TRIAL], vector[X], h)
             number[PREDICTED] = promised_decrease(vector, model, h)
             counter[ITERATIONS] += 1
             return

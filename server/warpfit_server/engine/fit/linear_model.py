@@ -20,18 +20,39 @@ known, and so the parabola through them. If no parabola descends by more than ro
 no single column lowers the loss, it is a minimum. More than that may lead along a curved valley.
 
 Normal equations square the condition of J. Where they hold too few digits, the answer of
-`is_minimum` is doubtful, and a search asks for the orthogonal factor of J (`triangles`).
+`is_minimum` is doubtful, and a search asks for the orthogonal factor of J (`reflect`).
+
+Finds the parameters that a program is linear in, from the operators' derivatives.
+
+An operator is linear in an operand if the derivative by it mentions neither that operand nor the
+result: the table says ``b`` for the first operand of ``a * b``, and ``1 / b`` for that of
+``a / b``. Where the derivative by one operand mentions another one with parameters, as in
+``p1 * p2``, the program is linear in either but not in both, and the operand with more linear
+parameters is chosen. So a program is linear in all marked parameters together.
+
+Linear algebra of small matrices, mostly packed lower triangles, for compiled code.
+
+Element (i, j), j <= i, of a matrix stands at ``i (i + 1) / 2 + j``.
+
+Searches whose curvature is ill-conditioned want an orthogonal factor of their Jacobian (`absorb`).
+The curvature J^T W J squares the condition of the Jacobian J: where its columns are nearly
+parallel, as those of polynomials far from 0, it does not hold the digits that tell them apart. The
+factorisation W^1/2 J = Q R does. Householder's reflections work R up block of rows by block of rows
+(Golub and Van Loan, "Matrix Computations", 4th edition, 2013, section 5.2), always in the order of
+the rows, so that the bits depend neither on threads nor on how many rows are given at a time.
 """
 
 from __future__ import annotations
 
+import ast
 import math
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.engine.fit import triangles
+from warpfit.ops import FIRST_OPERATOR, OPERATORS, PARAMETER
 from warpfit_server.engine.fit.searches import (
     DAMPING,
     FREE,
@@ -50,7 +71,341 @@ from warpfit_server.engine.fit.searches import (
     Integers,
     SearchLimits,
 )
-from warpfit_server.engine.native.intrinsics import inlined
+from warpfit_server.engine.native import numba_cache
+from warpfit_server.engine.native.intrinsics import inlined, uncounted
+
+
+@inlined
+def factorise(a: Floats, first: int, stop: int, n: int, cancelled: NDArray[np.uint8]) -> bool:
+    """Replace columns of a symmetric matrix by those of its Cholesky factor.
+
+    The rest, from column ``stop`` on, becomes the Schur complement of the columns before it.
+
+    Args:
+        a: [n (n + 1) / 2]; the columns before ``first`` have been replaced.
+        first: first column to replace.
+        stop: end of the columns to replace.
+        n: size of the matrix.
+        cancelled: [1]; another number than 0 ends the factorisation.
+
+    Returns:
+        False if the matrix is not positive definite, or it was cancelled; what ``a`` holds is then
+        undefined.
+    """
+    for j in range(first, stop):
+        pivot = a[j * (j + 1) // 2 + j]
+        if cancelled[0] or not (pivot > 0.0 and math.isfinite(pivot)):
+            return False
+        root = math.sqrt(pivot)
+        a[j * (j + 1) // 2 + j] = root
+        for i in range(j + 1, n):
+            row = i * (i + 1) // 2
+            a[row + j] /= root
+            for k in range(j + 1, i + 1):
+                a[row + k] -= a[row + j] * a[k * (k + 1) // 2 + j]
+    return True
+
+
+@inlined
+def solve(factor: Floats, b: Floats) -> None:
+    """Replace ``b`` by the solution of the system whose Cholesky factor is given."""
+    n = len(b)
+    for i in range(n):
+        row = i * (i + 1) // 2
+        rest = b[i]
+        for k in range(i):
+            rest -= factor[row + k] * b[k]
+        b[i] = rest / factor[row + i]
+    for reverse in range(n):
+        i = n - 1 - reverse
+        rest = b[i]
+        for k in range(i + 1, n):
+            rest -= factor[k * (k + 1) // 2 + i] * b[k]
+        b[i] = rest / factor[i * (i + 1) // 2 + i]
+
+
+@inlined
+def element(a: Floats, i: int, j: int) -> float:
+    """Return element (i, j) of a symmetric matrix."""
+    value: float = a[i * (i + 1) // 2 + j] if i >= j else a[j * (j + 1) // 2 + i]
+    return value
+
+
+@inlined
+def reflect(columns: Floats, rows: int, j: int, count: int) -> None:
+    """Make a column zero below row ``j`` by a reflection of all columns from it on (Householder).
+
+    Args:
+        columns: [count rows], column by column.
+        rows: length of each.
+        j: the column.
+        count: number of columns.
+    """
+    first = j * rows
+    below = 0.0
+    for row in range(j + 1, rows):
+        below += columns[first + row] ** 2
+    if below == 0.0:
+        return
+    head = columns[first + j]
+    length = math.copysign(math.sqrt(head * head + below), head)
+    pivot = head + length
+    scale = 2.0 / (pivot * pivot + below)
+    for k in range(j + 1, count):
+        other = k * rows
+        share = pivot * columns[other + j]
+        for row in range(j + 1, rows):
+            share += columns[first + row] * columns[other + row]
+        share *= scale
+        columns[other + j] -= share * pivot
+        for row in range(j + 1, rows):
+            columns[other + row] -= share * columns[first + row]
+    columns[first + j] = -length
+
+
+@inlined
+def quadratic(a: Floats, h: Floats) -> float:
+    """Return h^T A h."""
+    total = 0.0
+    for i in range(len(h)):
+        row = i * (i + 1) // 2
+        line = 0.0
+        for j in range(i):
+            line += a[row + j] * h[j]
+        total += h[i] * (2.0 * line + a[row + i] * h[i])
+    return total
+
+
+@inlined
+def all_finite(values: Floats) -> bool:
+    """Return whether no element is NaN or infinite."""
+    finite = True
+    for i in range(len(values)):
+        finite = finite and math.isfinite(values[i])
+    return finite
+
+
+@inlined
+def dot(a: Floats, b: Floats) -> float:
+    """Return the sum of products."""
+    total = 0.0
+    for i in range(len(a)):
+        total += a[i] * b[i]
+    return total
+
+
+@inlined
+def difference(a: Floats, b: Floats, out: Floats) -> None:
+    """Fill ``out`` with a - b."""
+    for i in range(len(out)):
+        out[i] = a[i] - b[i]
+
+
+@inlined
+def copy(source: Floats, target: Floats) -> None:
+    """Copy all numbers, without the memory that an assignment to a slice may allocate."""
+    for i in range(len(source)):
+        target[i] = source[i]
+
+
+# ------------------------------------------------------------------------------- orthogonal factors
+
+#: Rows that are worked into a factor at a time.
+BLOCK: Final = 64
+
+
+# It allocates nothing, so that references need not be counted.
+@numba_cache.njit(nogil=True, error_model="numpy", _nrt=False)  # type: ignore[untyped-decorator]
+def absorb(
+    jacobian: Floats,
+    values: Floats,
+    target: Floats,
+    weights: Floats,
+    counts: Integers,
+    scratch: Floats,
+    factors: Floats,
+    rights: Floats,
+    cancelled: NDArray[np.uint8],
+) -> None:
+    """Work rows into the factors of some searches.
+
+    Args:
+        jacobian: derivatives by the parameters of all searches, [P, rows].
+        values: [searches, rows].
+        target: [rows].
+        weights: [rows], or empty for 1 everywhere.
+        counts: parameters of each search, [searches].
+        scratch: memory, [most parameters of a search + 2, BLOCK].
+        factors: R of each search, [n, n], row by row; flat. Of no rows it is 0.
+        rights: Q^T W^1/2 times the residuals, [P]. Of no rows it is 0.
+        cancelled: [1]; another thread writes another number than 0 to end this early.
+    """
+    column = square = 0
+    for s in range(len(counts)):
+        n = counts[s]
+        factor, right = factors[square : square + n * n], rights[column : column + n]
+        block, roots = scratch[: n + 1], scratch[n + 1]
+        for first in range(0, len(target), BLOCK):
+            if cancelled[0]:
+                return
+            rows = min(BLOCK, len(target) - first)
+            own = slice(first, first + rows)
+            for j in range(n):
+                copy(jacobian[column + j, own], block[j])
+            difference(values[s, own], target[own], block[n, :rows])
+            for row in range(rows):
+                roots[row] = math.sqrt(weights[first + row]) if len(weights) else 1.0
+            for j in range(n + 1):
+                elements = block[j]
+                for row in range(rows):
+                    # Where a row has no weight, its values need not be finite.
+                    weighted = roots[row] * elements[row]
+                    elements[row] = weighted if roots[row] > 0.0 else 0.0
+                for row in range(rows, BLOCK):
+                    elements[row] = 0.0
+            _absorb_block(factor, right, block)
+        column, square = column + n, square + n * n
+
+
+@uncounted
+def _absorb_block(factor: Any, right: Any, block: Any) -> None:
+    """Make a block zero by reflections with the rows of the factor."""
+    n = len(right)
+    for j in range(n):
+        own = block[j]
+        below = _product(own, own)
+        if below == 0.0:
+            continue
+        head = factor[j * n + j]
+        length = math.copysign(math.sqrt(head * head + below), head)
+        pivot = head + length
+        scale = 2.0 / (pivot * pivot + below)
+        factor[j * n + j] = -length
+        for k in range(j + 1, n + 1):
+            other = block[k]
+            above = factor[j * n + k] if k < n else right[j]
+            share = scale * (pivot * above + _product(own, other))
+            if k < n:
+                factor[j * n + k] -= share * pivot
+            else:
+                right[j] -= share * pivot
+            for row in range(BLOCK):
+                other[row] -= share * own[row]
+
+
+@uncounted
+def _product(a: Any, b: Any) -> float:
+    """Return the product of two columns, as four sums, because each addition waits for another."""
+    first = second = third = fourth = 0.0
+    for row in range(0, BLOCK, 4):
+        first += a[row] * b[row]
+        second += a[row + 1] * b[row + 1]
+        third += a[row + 2] * b[row + 2]
+        fourth += a[row + 3] * b[row + 3]
+    return float((first + second) + (third + fourth))
+
+
+#: Columns of `operator_table`: arity, then for each operand the operands that its derivative reads.
+_ARITY: Final = 0
+_READS: Final = 1
+#: A bit for each operand that a derivative reads; all bits if the operator is not linear in it.
+_EVERYTHING: Final = 7
+#: Operators with the derivative of a linear one, but for jumps.
+_JUMPING: Final = frozenset({"mod"})
+#: Columns of a node: tokens of its subtree; parameters below that it is linear in; a bit that says
+#: whether there are any parameters below, then a bit for each chosen operand, in which it is taken
+#: for linear; whether the program is linear in the node; the nodes of the operands.
+_SIZE: Final = 0
+_LINEAR: Final = 1
+_CHOSEN: Final = 2
+_PASSES: Final = 3
+_ROOTS: Final = 4
+COLUMNS: Final = 7
+
+
+@cache
+def operator_table() -> NDArray[np.int64]:
+    """Return the arity and the operands that each derivative reads, by operator code; [256, 4]."""
+    table = np.zeros((256, _READS + 3), dtype=np.int64)
+    for operator in OPERATORS.values():
+        table[operator.code, _ARITY] = operator.arity
+        for operand, text in enumerate(operator.derivative):
+            tree = ast.parse(text, mode="eval")
+            names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            bends = operator.name in _JUMPING or text.strip() == "0"
+            reads = sum(1 << place for place, name in enumerate("abc") if name in names)
+            if bends or "r" in names or "abc"[operand] in names:
+                reads = _EVERYTHING
+            table[operator.code, _READS + operand] = reads
+    return table
+
+
+# It allocates nothing, so that references need not be counted.
+@numba_cache.njit(nogil=True, error_model="numpy", _nrt=False)  # type: ignore[untyped-decorator]
+def mark_linear(
+    codes: NDArray[np.uint8],
+    values: Floats,
+    starts: NDArray[np.int64],
+    parameter_starts: NDArray[np.int64],
+    table: NDArray[np.int64],
+    nodes: NDArray[np.int64],
+    linear: Floats,
+) -> None:
+    """Set ``linear`` to 0 for the parameters that their checked programs are not linear in.
+
+    The starts of programs and of parameters end with the total; ``table`` is `operator_table`,
+    ``nodes`` is scratch memory, [tokens of the longest program, COLUMNS].
+    """
+    for program in range(len(starts) - 1):
+        first, last = starts[program], starts[program + 1] - 1
+        for token in range(first, last + 1):
+            _count(codes, first, token, table, nodes)
+        nodes[last - first, _PASSES] = 1
+        for token in range(last, first - 1, -1):
+            node = nodes[token - first]
+            if codes[token] >= FIRST_OPERATOR:
+                place = token - first - 1
+                for operand in range(table[codes[token], _ARITY] - 1, -1, -1):
+                    nodes[place, _PASSES] = node[_PASSES] & (node[_CHOSEN] >> (1 + operand) & 1)
+                    place -= nodes[place, _SIZE]
+            elif codes[token] == PARAMETER and node[_PASSES] == 0:
+                linear[parameter_starts[program] + np.int64(values[token])] = 0.0
+
+
+@uncounted
+def _count(codes: Any, first: int, token: int, table: Any, nodes: Any) -> None:
+    """Choose the operands that a node is treated as linear in, and count their parameters."""
+    node, code = nodes[token - first], codes[token]
+    if code < FIRST_OPERATOR:
+        node[_SIZE], node[_LINEAR] = 1, code == PARAMETER
+        node[_CHOSEN] = code == PARAMETER
+        return
+    arity, place = table[code, _ARITY], token - first - 1
+    roots = node[_ROOTS:COLUMNS]
+    node[_SIZE], node[_LINEAR], node[_CHOSEN] = 1, 0, 0
+    parametric = 0
+    for operand in range(arity - 1, -1, -1):
+        roots[operand] = place
+        node[_SIZE] += nodes[place, _SIZE]
+        parametric |= (nodes[place, _CHOSEN] & 1) << operand
+        place -= nodes[place, _SIZE]
+    chosen, tried = 0, 0
+    for _ in range(arity):
+        best = -1
+        for operand in range(arity):
+            more = best < 0 or nodes[roots[operand], _LINEAR] > nodes[roots[best], _LINEAR]
+            if not tried >> operand & 1 and more:
+                best = operand
+        tried |= 1 << best
+        reads = table[code, _READS + best]
+        clash = reads & (1 << best | chosen)
+        for operand in range(arity):
+            clash = clash or (chosen >> operand & 1 and table[code, _READS + operand] >> best & 1)
+        if nodes[roots[best], _LINEAR] and not clash:
+            chosen |= 1 << best
+            node[_LINEAR] += nodes[roots[best], _LINEAR]
+    node[_CHOSEN] = (parametric != 0) | chosen << 1
+
 
 #: Relative increase of the curvature's diagonal, for parameters with the same effect, above the
 #: rounding errors of the sums, which would else make long steps of no direction; in a test
@@ -165,7 +520,7 @@ def has_effect(
     """Whether a parameter moves the values near a point.
 
     One that does not is left out of steps, which would be quotients by next to nothing, unless the
-    program is linear in it, and takes part again by a perturbation (`probes`).
+    program is linear in it, and takes part again by a perturbation (`starts`).
 
     Args:
         vector: `Searches.vectors` of one search.
@@ -192,8 +547,8 @@ def are_usable(
     curvature: Floats,
 ) -> bool:
     """Whether all numbers are finite, and no square of a column that matters has vanished."""
-    finite = math.isfinite(loss) and triangles.all_finite(gradient)
-    if not (finite and triangles.all_finite(curvature)):
+    finite = math.isfinite(loss) and all_finite(gradient)
+    if not (finite and all_finite(curvature)):
         return False
     for i in range(len(gradient)):
         vanished = curvature[i * (i + 1) // 2 + i] == 0.0 and gradient[i] != 0.0
@@ -326,7 +681,7 @@ def promised_decrease(vector: Floats, model: Model, h: Floats) -> float:
     n = len(h)
     if not model.factored:
         # The gradient is 2 J^T W r.
-        return -triangles.dot(model.gradient, h) - triangles.quadratic(model.curvature, h)
+        return -dot(model.gradient, h) - quadratic(model.curvature, h)
     decrease = 0.0
     for i in range(n):
         turned = 0.0
@@ -416,7 +771,7 @@ def _slope(vector: Floats, model: Model, h: Floats, i: int) -> float:
             slope += model.factor[row * n + i] * residual
         return slope
     for j in range(n):
-        slope += triangles.element(model.curvature, i, j) * h[j]
+        slope += element(model.curvature, i, j) * h[j]
     return slope + float(0.5 * model.gradient[i])
 
 
@@ -446,7 +801,7 @@ def _minimise(
         b[i] = -0.5 * model.gradient[place]
         for j in range(parameters):
             if role[j] != MOVES and h[j] != 0.0:
-                b[i] -= triangles.element(curvature, place, j) * h[j]
+                b[i] -= element(curvature, place, j) * h[j]
         b[i] /= unit[i]
     system = space.system[: n * (n + 1) // 2]
     damps = _damps_linear(counter, n, linear)
@@ -456,12 +811,12 @@ def _minimise(
         for i in range(n):
             row = i * (i + 1) // 2
             for j in range(i + 1):
-                element = triangles.element(curvature, order[i], order[j])
-                system[row + j] = element / unit[i] / unit[j]
+                entry = element(curvature, order[i], order[j])
+                system[row + j] = entry / unit[i] / unit[j]
             system[row + i] += ridge
             if i < linear and damps:
                 system[row + i] += damping
-        if not triangles.factorise(system, 0, linear, n, space.cancelled):
+        if not factorise(system, 0, linear, n, space.cancelled):
             ridge *= 10.0
             continue
         for i in range(linear, n):
@@ -470,14 +825,14 @@ def _minimise(
             if damping > 0.0:
                 vector[SCALE, place] = max(vector[SCALE, place], own)
             system[row + i] += damping * vector[SCALE, place] / unit[i] / unit[i]
-        if triangles.factorise(system, linear, n, n, space.cancelled):
+        if factorise(system, linear, n, n, space.cancelled):
             break
         if damping > 0.0:
             damp(number)
             damping = number[DAMPING]
         else:
             ridge *= 10.0
-    triangles.solve(system, b)
+    solve(system, b)
     least = 1.0
     for i in range(n):
         space.target[order[i]] = b[i] / unit[i]
@@ -561,7 +916,7 @@ def _minimise_by_factor(
             columns[j * rows + parameters + j], columns[n * rows + parameters + j] = 1.0, 0.0
             if j < linear and damping > 0.0 and not damps:
                 columns[n * rows + parameters + j] = -unit[j] * vector[model.point, order[j]]
-        triangles.reflect(columns, rows, j, n + 1)
+        reflect(columns, rows, j, n + 1)
     for reverse in range(n):
         i = n - 1 - reverse
         rest = columns[n * rows + i]

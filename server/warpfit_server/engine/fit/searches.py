@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.calls.splitting import even_bounds
-from warpfit.fitting import REASONS, FitRequest, Reason
 from warpfit.ir import Batch, Population, pieces
-from warpfit_server.engine.native.compile_processes import NICE
+from warpfit.request import REASONS, FitRequest, Reason
 from warpfit_server.engine.native.intrinsics import inlined
-from warpfit_server.system.machine import available_cores
+from warpfit_server.engine.native.numba_cache import NICE
+from warpfit_server.machine import available_cores
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -88,9 +88,9 @@ REFUSED: Final = 4  # Levenberg-Marquardt: steps refused in a row
 FIRED: Final = 5  # Levenberg-Marquardt: reason that the search would have ended with, without it
 ASKED: Final = 6  # Levenberg-Marquardt: 1 if there has been a factor
 FACTOR: Final = 7  # state of the orthogonal factor
-PROBES: Final = 8  # perturbations of the search, see `probes`
+PROBES: Final = 8  # perturbations of the search, see `starts`
 PROBING: Final = 9  # 1 if the trial is a perturbed point, 2, 3, ... if a step from it, else 0
-PLATEAU: Final = 10  # what a perturbation has shown of parameters without effect, see `probes`
+PLATEAU: Final = 10  # what a perturbation has shown of parameters without effect, see `starts`
 COUNTERS: Final = 11
 #: Value of ENDING of a search that has not been inspected yet.
 BEGINS: Final = -1

@@ -33,11 +33,10 @@ from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset, Layout
 from warpfit.errors import CancelledError, InvalidArgumentError
-from warpfit.fitting import FitRequest, FitResult, FitSettings
 from warpfit.ir import Batch, Population
 from warpfit.losses import LossFunction, TargetStatistics
 from warpfit.ops import CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER
-from warpfit.request import Evaluation
+from warpfit.request import Evaluation, FitRequest, FitResult, FitSettings
 from warpfit.searching import FIRST_CALL, Front, SearchProgress, SearchReason, SearchRequest
 from warpfit_server.engine.interface import Engine, Outputs, Passes, Steps
 from warpfit_server.engine.search.colony import (
@@ -64,9 +63,8 @@ from warpfit_server.engine.search.genome import (
     new_units,
     part_lengths,
 )
-from warpfit_server.engine.search.library import joined
+from warpfit_server.engine.search.library import Weigher, joined
 from warpfit_server.engine.search.pairs import PairSearch
-from warpfit_server.engine.search.weighing import Weigher
 from warpfit_server.limits import PAIR_ROWS
 
 Floats = NDArray[np.float64]

@@ -2,12 +2,12 @@
 
 The simple form, with a library of short formulas (`library`):
 
-    for each view of the target (`views`), in turns:
+    for each view of the target (`colony.View`), in turns:
         for each pair u, v of the library, the best of the view so far and those of the islands:
             fit t = a + b v, a + b u v, a + b u (v + c), a + b u + c v
         keep the best; they join the library of the view's next turn (a beam search)
 
-All pairs are weighed by matrix products (`weighing`); the best of a block of u are fitted again in
+All pairs are weighed by matrix products (`library.Weigher`); the best of a block of u are fitted again in
 float64 and written out. The library also has 1/f of each f. In some turns pairs are added to one of
 the view's best formulas, or to a short one (matching pursuit); in others v is a function of a
 scaled argument, f(c u), whose scale is sharpened by a golden section. The library doubles
@@ -29,13 +29,18 @@ from warpfit.ir import Population, subtree_starts
 from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, VARIABLE
 from warpfit.searching import Form, structure_length
 from warpfit_server.engine.interface import Steps
+from warpfit_server.engine.search.colony import ROUND, View, views
 from warpfit_server.engine.search.library import (
     ADD,
     DIV,
+    LEAST_VARIATION,
     MUL,
     SUB,
+    Fit,
     Floats,
     Indices,
+    Singles,
+    Weigher,
     arguments,
     formulas_of,
     joined,
@@ -44,8 +49,6 @@ from warpfit_server.engine.search.library import (
     relevant,
     tokens,
 )
-from warpfit_server.engine.search.views import ROUND, View, views
-from warpfit_server.engine.search.weighing import LEAST_VARIATION, Fit, Singles, Weigher
 from warpfit_server.limits import LIBRARY_SIZE, PAIRS_EVALUATED
 
 Mask: TypeAlias = NDArray[np.bool_]

@@ -116,7 +116,7 @@ def _compiling(module) -> None:
 _ENGINE = "warpfit_server.engine.cpu.engine"
 #: For each fault the modules that are patched.
 _FAULTS = {
-    "compiling": {"warpfit_server.engine.native.compile_processes": _compiling},
+    "compiling": {"warpfit_server.engine.native.numba_cache": _compiling},
     "harm": {_ENGINE: _kill, "warpfit_server.engine.runner": _cut},
     "deaf": {_ENGINE: _hang},
     "frozen": {_ENGINE: _hang},

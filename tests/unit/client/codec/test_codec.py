@@ -18,20 +18,25 @@ from warpfit import server_info as info
 from warpfit.codec import result_end
 from warpfit.dataset import DTYPES, Dataset, Layout
 from warpfit.errors import InternalError, InvalidArgumentError
-from warpfit.fitting import (
+from warpfit.ir import Batch, Program
+from warpfit.losses import BY_NAME, Closing, LossFunction
+from warpfit.ops import OPERATORS
+from warpfit.request import (
+    FURTHER_OUTPUTS,
     REASONS,
+    Evaluation,
     FitProgress,
     FitRequest,
     FitResult,
     FitSettings,
+    Loss,
     Method,
     Missing,
+    Precision,
     Reason,
+    Tier,
+    Timings,
 )
-from warpfit.ir import Batch, Program
-from warpfit.losses import BY_NAME, Closing, LossFunction
-from warpfit.ops import OPERATORS
-from warpfit.request import FURTHER_OUTPUTS, Evaluation, Loss, Precision, Tier, Timings
 from warpfit.searching import (
     BASE_UNITS,
     Form,

@@ -26,11 +26,10 @@ from warpfit.searching import Front, SearchProgress, SearchReason
 from warpfit.sklearn import SymbolicRegressor, engine_search
 from warpfit.sklearn import constraints as limits
 from warpfit.sklearn import genomes as gp
+from warpfit.sklearn.engine_search import SearchTask
 from warpfit.sklearn.estimator import TrainingData
-from warpfit.sklearn.forms import Form
 from warpfit.sklearn.genomes import Genomes
-from warpfit.sklearn.search_task import SearchTask
-from warpfit.sklearn.templates import Template, TemplateForm
+from warpfit.sklearn.templates import Form, Template, TemplateForm
 from warpfit_server.limits import MOST_SCREENING_ROWS
 
 ROWS = np.random.default_rng(0).uniform(1.0, 2.0, (20, 2))

@@ -13,13 +13,12 @@ from warpfit.expressions.language import to_latex
 from warpfit.expressions.reference import evaluate_program
 from warpfit.losses import LossFunction, as_function, as_loss, poisson
 from warpfit.searching import structure_length
-from warpfit.sklearn import SymbolicRegressor, likelihood
+from warpfit.sklearn import SymbolicRegressor, selection
 from warpfit.sklearn.equations import SELECTIONS, build_front, reason_against, selected
 from warpfit.sklearn.estimator import TrainingData
-from warpfit.sklearn.forms import Form
-from warpfit.sklearn.likelihood import deviance, floor, least_row_losses
-from warpfit.sklearn.selection import Selection, terms_of
+from warpfit.sklearn.selection import Selection, deviance, floor, least_row_losses, terms_of
 from warpfit.sklearn.target_search import TargetSearch
+from warpfit.sklearn.templates import Form
 
 
 def length(program, loss):
@@ -135,13 +134,13 @@ def test_the_deviance_does_not_depend_on_the_scale_of_weights(loss):
 def test_the_least_losses_of_many_rows_are_looked_for_once_or_between(monkeypatch):
     """A million rows must not cost a golden section each."""
     looked_at = []
-    find = likelihood._least
+    find = selection._least
 
     def counted(loss, target, weights):
         looked_at.append(len(target))
         return find(loss, target, weights)
 
-    monkeypatch.setattr(likelihood, "_least", counted)
+    monkeypatch.setattr(selection, "_least", counted)
     y = np.random.default_rng(0).uniform(0.1, 9.0, 60_000)
     for loss, most in (("log_cosh", 1), ("gaussian", 1), ("poisson", 20_000)):
         looked_at.clear()

@@ -17,7 +17,7 @@ from support.servers.network import Authority
 from warpfit.cli.main import main
 from warpfit.errors import InvalidArgumentError, UnavailableError
 from warpfit.transport.connection import DEFAULT_ADDRESS, Security, TlsConfig, is_local, target_of
-from warpfit_server.system.sockets import address_file
+from warpfit_server.machine import address_file
 
 
 @pytest.mark.parametrize(

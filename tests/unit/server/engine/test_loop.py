@@ -27,13 +27,13 @@ from warpfit_server.engine import loop as loop_module
 from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import EngineBrokenError
 from warpfit_server.engine.loop import Loop
-from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.engine.runner import RequestRunner
+from warpfit_server.engine.scheduler import FrontEndConnection
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection, InFlightRequest
 from warpfit_server.ipc.messages import Channel
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.system.lifetime import EXIT_BROKEN
+from warpfit_server.machine import EXIT_BROKEN
 
 #: Constants in programs that make the engine below misbehave, or wait.
 BAD, BUG, LACKS_MEMORY, BROKEN, SLOW, WAITS, ON_DEVICE = np.arange(601.0, 608.0).tolist()

@@ -27,8 +27,8 @@ from warpfit_server.engine.cpu.derivatives import differentiation_work
 from warpfit_server.engine.cpu.interpreter import lowering_work
 from warpfit_server.engine.interface import run_to_end
 from warpfit_server.engine.lowering import Lowered, LoweringCache, lower_chunk
+from warpfit_server.engine.native.intrinsics import ParallelLoop
 from warpfit_server.engine.native.numba_cache import address_of, load_chunk_function
-from warpfit_server.engine.native.parallel_loop import ParallelLoop
 
 X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
 

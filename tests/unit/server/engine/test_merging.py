@@ -17,8 +17,8 @@ from warpfit.losses import Closing, LossFunction
 from warpfit.ops import BY_CODE, FIRST_OPERATOR
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision, Tier
-from warpfit_server.engine import request as requests
-from warpfit_server.engine.request import Merger, Request
+from warpfit_server.engine import scheduler as requests
+from warpfit_server.engine.scheduler import Merger, Request
 from warpfit_server.shared_batch import BatchSummary, SharedBatch, contents
 
 DATASET = Dataset.of(np.ones((8, 12)), np.ones(8))

@@ -11,7 +11,7 @@ import pytest
 
 from warpfit_server.engine.scheduler import ScheduledRequest, Scheduler
 from warpfit_server.ipc.segments import ALONE, BEGUN, PROVEN, QUEUED
-from warpfit_server.tenancy.tenants import PROBE
+from warpfit_server.tenants import PROBE
 
 STEP = 0.004
 

@@ -14,12 +14,11 @@ from support.engines.requests import EngineRequest, run_steps
 from support.random_programs import thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.errors import ProgramError
-from warpfit.fitting import FitSettings, Method, Missing
 from warpfit.ir import Batch
 from warpfit.losses import LossFunction
 from warpfit.parse import parse
 from warpfit.request import FURTHER_OUTPUTS as OUTPUTS
-from warpfit.request import Evaluation, Loss
+from warpfit.request import Evaluation, FitSettings, Loss, Method, Missing
 from warpfit_server.engine import runner as module
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.evaluation import LoadedDatasets

@@ -16,7 +16,7 @@ from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.messages import Channel, ChannelClosedError
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.system.sockets import socket_pair
+from warpfit_server.machine import socket_pair
 
 DATASET = Dataset.of(np.ones((8, 3), "f4"), np.ones(8, "f4"))
 EVALUATION = Evaluation(

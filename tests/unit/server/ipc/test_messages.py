@@ -23,8 +23,7 @@ from warpfit_server.config import Config
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.messages import Channel, ChannelClosedError
 from warpfit_server.ipc.segments import Segment, SegmentLayout, SegmentPool
-from warpfit_server.system.machine import DescriptorReserve
-from warpfit_server.system.sockets import socket_pair
+from warpfit_server.machine import DescriptorReserve, socket_pair
 
 
 @pytest.fixture

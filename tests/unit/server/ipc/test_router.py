@@ -30,7 +30,7 @@ from warpfit_server.ipc.engine_connection import InFlightRequest, unavailable
 from warpfit_server.ipc.quarantine import InterruptedBatch, KnownSuspects, Quarantine
 from warpfit_server.ipc.router import ParallelSearch, Router, SplitRequest, merged, seeded
 from warpfit_server.ipc.segments import BEGUN, SegmentPool
-from warpfit_server.tenancy.quotas import QuotaTable
+from warpfit_server.tenants import QuotaTable
 
 DATASET = Dataset.of(np.ones((1000, 3), "f4"), np.ones(1000, "f4"))
 MILLISECOND = 1_000_000

@@ -32,13 +32,14 @@ from warpfit.errors import (
 from warpfit.server_info import Device, Limits
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.config import Config
-from warpfit_server.data.dataset_store import DatasetStore
+from warpfit_server.dataset_store import DatasetStore
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.messages import Channel, ChannelClosedError
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.router import Registry
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.observability.records import Recorder
+from warpfit_server.logs import Recorder
+from warpfit_server.machine import socket_pair
 from warpfit_server.processes import engine_start
 from warpfit_server.processes.engine_start import prepare
 from warpfit_server.processes.engines import Engines, EngineSupervisor
@@ -46,8 +47,7 @@ from warpfit_server.processes.front_end import MainProcess
 from warpfit_server.processes.front_ends import FrontEnds
 from warpfit_server.processes.supervisor import State, Supervisor
 from warpfit_server.processes.watchdog import Watchdog
-from warpfit_server.system.sockets import socket_pair
-from warpfit_server.tenancy.quotas import QuotaTable
+from warpfit_server.tenants import QuotaTable
 
 CONFIG = Config(devices="cpu:2", front_ends=2, hang_seconds=30.0)
 FULL = ResourceExhaustedError("no room", "MEMORY")

@@ -18,17 +18,15 @@ from support.servers.examples import DATA
 from support.servers.rpcs import OWN_CONNECTION, bearer, detail_of, evaluate_request
 from support.servers.server import eventually, tenants_file, token_file
 from warpfit.errors import REQUEST_ID_KEY, UnavailableError
+from warpfit_server.admission import Admission
 from warpfit_server.config import Config
 from warpfit_server.ipc.quarantine import KnownSuspects
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.observability.records import Observer, Recorder
+from warpfit_server.logs import Observer, Recorder
 from warpfit_server.rpc import calls
 from warpfit_server.rpc.calls import CallHandlers, Method
-from warpfit_server.rpc.port import make_server
-from warpfit_server.rpc.servicer import Servicer
-from warpfit_server.tenancy.admission import Admission
-from warpfit_server.tenancy.quotas import Amounts, QuotaTable
-from warpfit_server.tenancy.tenants import TenantLimits
+from warpfit_server.rpc.servicer import Servicer, make_server
+from warpfit_server.tenants import Amounts, QuotaTable, TenantLimits
 
 KINDS = {
     "Evaluate": {"streams": True},

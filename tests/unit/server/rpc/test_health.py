@@ -26,11 +26,11 @@ from warpfit.errors import (
     ResourceExhaustedError,
 )
 from warpfit_server.config import Config
-from warpfit_server.rpc import port
+from warpfit_server.machine import reserve_port
+from warpfit_server.rpc import servicer
 from warpfit_server.rpc.calls import fail_call
 from warpfit_server.rpc.health import LIVENESS, READINESS, Health, HealthPort
-from warpfit_server.rpc.port import CallThreads
-from warpfit_server.system.sockets import reserve_port
+from warpfit_server.rpc.servicer import CallThreads
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 Status = health_pb2.HealthCheckResponse
@@ -174,7 +174,7 @@ def count(name):
 
 def test_there_are_no_more_threads_than_calls_at_a_time(monkeypatch):
     """However often callers come, and in whatever moment; idle threads end after a while."""
-    monkeypatch.setattr(port, "_IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(servicer, "_IDLE_SECONDS", 0.5)
     threads = CallThreads(100, "served")
 
     def call(_):

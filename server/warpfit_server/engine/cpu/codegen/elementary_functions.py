@@ -10,7 +10,7 @@ so the functions that matter are written here with the textbook method and no br
 * tanh: expm1(2x) / (expm1(2x) + 2);
 * gamma of float32: Stirling's series in float64;
 * mod: the exact remainder of a division by b 2^k, for smaller and smaller k;
-* digamma: as the reference (`warpfit.expressions.special`).
+* digamma: as the reference (`warpfit.ops`).
 
 (J.-M. Muller, Elementary Functions, 3rd edition, chapters 9 to 11.) The polynomials are Chebyshev
 fits on the reduced interval. All others call the C library on doubles, lane by lane.
@@ -30,8 +30,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from warpfit.expressions.special import digamma
-from warpfit.ops import KERNEL_FUNCTIONS
+from warpfit.ops import KERNEL_FUNCTIONS, digamma
 from warpfit_server.engine.cpu.codegen.vector import (
     BIAS,
     INTEGER,

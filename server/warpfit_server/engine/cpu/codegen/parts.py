@@ -1,7 +1,7 @@
 """Parts of the CPU engine's compiled code, each compiled by itself, cached on disk and loaded.
 
 `GROUPS` says what is needed when. At the first start several processes compile the groups one after
-the other (`compile_processes`)::
+the other (`numba_cache.begin`)::
 
     python -m warpfit_server.engine.cpu.codegen.parts DIRECTORY LOCK:GROUP:PART,...
 """
@@ -22,6 +22,7 @@ import llvmlite.binding as llvm
 import numpy as np
 
 from warpfit import ops
+from warpfit_server import compile_cache
 from warpfit_server.engine.autodiff import (
     CODE_COUNT,
     PRODUCT_CODE,
@@ -43,12 +44,11 @@ from warpfit_server.engine.cpu.codegen.kernels import (
 )
 from warpfit_server.engine.cpu.derivatives import combine_chunk, linearise_chunk
 from warpfit_server.engine.cpu.interpreter import interpret_chunk
-from warpfit_server.engine.fit import compiled as fits
+from warpfit_server.engine.fit import driver as fits
 from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.lowering import COPY_CODE, load_check, lower_chunk
-from warpfit_server.engine.native import compile_processes, numba_cache, parallel_loop
+from warpfit_server.engine.native import intrinsics, numba_cache
 from warpfit_server.engine.search import composition, genome
-from warpfit_server.system import compile_cache
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ PARTS: Final = {
     "lower": _chunk_function(1.0, lower_chunk),
     **_KERNELS,
     "interpret": _chunk_function(0.8, interpret_chunk),
-    "parallel": Part(0.4, parallel_loop.load),
+    "parallel": Part(0.4, intrinsics.load),
     "check": Part(0.1, load_check),
     "differentiate": _chunk_function(2.5, differentiate_chunk),
     "linearise": _chunk_function(2.0, linearise_chunk),
@@ -134,14 +134,14 @@ def begin_compiling(processes: int, groups: Iterable[str] = GROUPS) -> None:
         for group in groups
     }
     place, most = numba_cache.default_directory(), min(processes, _MOST_PROCESSES)
-    compile_processes.begin(place, __name__, seconds, most)
+    numba_cache.begin(place, __name__, seconds, most)
 
 
 def load_group(group: str, processes: int) -> dict[str, Any]:
     """Load the parts of a group by name, which so many processes compile first if need be."""
     start = time.perf_counter()
     begin_compiling(processes, [group])
-    compile_processes.wait(numba_cache.default_directory(), _file(group))
+    numba_cache.wait(numba_cache.default_directory(), _file(group))
     found = {name: PARTS[name].load() for together in GROUPS[group] for name in together}
     _LOG.info("code for %s is ready after %.2f s", group, time.perf_counter() - start)
     return found
@@ -151,7 +151,7 @@ def precompile(processes: int) -> None:
     """Compile all groups by so many processes at most, without loading them."""
     begin_compiling(processes)
     for group in GROUPS:
-        compile_processes.wait(numba_cache.default_directory(), _file(group))
+        numba_cache.wait(numba_cache.default_directory(), _file(group))
 
 
 def _file(group: str) -> str:
@@ -231,4 +231,4 @@ def _run(_: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
-    compile_processes.run_parts({name: partial(_run, name=name) for name in PARTS}, sys.argv[1:])
+    numba_cache.run_parts({name: partial(_run, name=name) for name in PARTS}, sys.argv[1:])

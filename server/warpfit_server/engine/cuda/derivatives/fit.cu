@@ -1,5 +1,5 @@
-// Small searches by Levenberg-Marquardt, with all passes of a search in one launch. linearise.cu, the
-// interpreter, and the translation of levenberg_marquardt.advance_one precede this.
+// Small searches by Levenberg-Marquardt, with all passes of a search in one launch. derivatives.cu
+// and the translation of levenberg_marquardt.advance_one precede this.
 //
 // A warp runs a search after the other: it computes the sums of all rows at the trial, as linearise
 // and combine do, to the same bits, and its first thread judges the trial and proposes the next one.
@@ -13,7 +13,7 @@
 //         while (it runs, and there is time)
 //         store its state
 
-// fits.py fills in the fields.
+// tier.py fills in the fields.
 struct FitArguments {
   const unsigned* order;       // searches to run, [searches]
   double* vectors;             // rows of Searches.vectors, [FIT_VECTORS, parameters]
@@ -60,7 +60,7 @@ __device__ __forceinline__ Line<double> line_at(unsigned char*& place, int count
   return {first, count};
 }
 
-// Lays a search out. fits.py counts the bytes.
+// Lays a search out. tier.py counts the bytes.
 __device__ __forceinline__ Search layout_of(const Arguments& arguments, const Program& program,
                                             unsigned char* place) {
   const int n = program.parameters, size = n * (n + 1) / 2;

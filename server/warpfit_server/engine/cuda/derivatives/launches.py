@@ -28,24 +28,27 @@ from warpfit.losses import mentions_weight
 from warpfit.request import Precision
 from warpfit_server.engine.autodiff import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives import lowering
-from warpfit_server.engine.cuda.derivatives.lowering import PROGRAM, DerivativeCode
-from warpfit_server.engine.cuda.derivatives.source import (
+from warpfit_server.engine.cuda.derivatives.lowering import (
     COMBINE_THREADS,
     INVARIANT_BYTES,
+    PROGRAM,
     WARPS,
+    DerivativeCode,
     block_tiles,
     template,
 )
-from warpfit_server.engine.cuda.interpreter.source import Variant
+from warpfit_server.engine.cuda.interpreter.launches import Variant
 from warpfit_server.engine.cuda.runtime.datasets import (
     ResidentDataset,
     Span,
     TiledRows,
     run_chunks,
 )
-from warpfit_server.engine.cuda.runtime.device import LAUNCH_WORK, CudaDevice, StreamContext
-from warpfit_server.engine.cuda.runtime.driver_calls import (
+from warpfit_server.engine.cuda.runtime.device import (
     DRIVER,
+    LAUNCH_WORK,
+    CudaDevice,
+    StreamContext,
     argument_struct,
     argument_type,
     launch_at,

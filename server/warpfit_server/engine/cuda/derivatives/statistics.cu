@@ -1,6 +1,6 @@
 // Statistics of values that stay on the device: of leaves of LEAF_ROWS rows, counted from the data
 // set's first row, then of all rows, merged in pairs as the tree of sums says. The formulas are
-// those of cpu/statistics.py, which explains them.
+// those of cpu/interpreter.py, which explains them.
 
 #define LEAF_ROWS 1024
 #define STATISTICS_THREADS 256

@@ -1,4 +1,4 @@
-// The bytecode interpreter. source.py completes the text: the types, the prelude and batch.cu
+// The bytecode interpreter. launches.py completes the text: the types, the prelude and batch.cu
 // precede it, and the three names between at signs are replaced by the operators' functions and the
 // two switches.
 //
@@ -10,7 +10,7 @@
 #define WARPS_AT_MOST 8
 
 // Instruction: word 0 holds the case label, flags and the index of a leaf to load first; word 1 the
-// index of the second operand. The definitions are those of source.py.
+// index of the second operand. The definitions are those of launches.py.
 
 // Rows of a data set, cut into tiles; launches.py fills in the fields of this and of Jobs.
 struct Tiles {

@@ -1,4 +1,4 @@
-// Lowering of a batch from postfix tokens to the interpreter's instructions. source.py prepends
+// Lowering of a batch from postfix tokens to the interpreter's instructions. launches.py prepends
 // the constants of the encoding, batch.cu and the operator table. The tests compile the same text
 // for the host, so it uses nothing but standard C++ and CUDA's keywords.
 //

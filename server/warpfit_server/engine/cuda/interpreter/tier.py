@@ -14,25 +14,23 @@ from numpy.typing import NDArray
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Timings
 from warpfit_server.engine.cuda.interpreter.launches import (
+    ALL_VALID,
     PART,
     BatchBounds,
     LaunchLimits,
+    Variant,
     as_jobs,
     configure_launch,
+    costly_operators,
     cut_tiles,
+    interpreter_source,
     lay_out,
     lower,
+    lowering_source,
     max_slots,
     new_batch,
     raise_invalid_program,
     run_jobs,
-)
-from warpfit_server.engine.cuda.interpreter.source import (
-    ALL_VALID,
-    Variant,
-    costly_operators,
-    interpreter_source,
-    lowering_source,
 )
 from warpfit_server.engine.cuda.runtime.datasets import (
     ALIGNED_ROWS,
@@ -43,8 +41,12 @@ from warpfit_server.engine.cuda.runtime.datasets import (
     rows_that_fit,
     run_chunks,
 )
-from warpfit_server.engine.cuda.runtime.device import LAUNCH_WORK, CudaDevice, StreamContext
-from warpfit_server.engine.cuda.runtime.driver_calls import as_record
+from warpfit_server.engine.cuda.runtime.device import (
+    LAUNCH_WORK,
+    CudaDevice,
+    StreamContext,
+    as_record,
+)
 from warpfit_server.engine.interface import Arithmetic, Outputs, Steps
 from warpfit_server.engine.native.intrinsics import array_address
 from warpfit_server.engine.sum_tree import sum_nodes

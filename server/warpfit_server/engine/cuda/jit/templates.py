@@ -21,14 +21,14 @@ from typing import Final, NamedTuple
 
 from warpfit.ops import OPERATORS
 from warpfit_server.engine.autodiff import PRODUCT_CODE, partial_kernels
-from warpfit_server.engine.cuda.derivatives.source import partial_source
-from warpfit_server.engine.cuda.math.prelude import (
+from warpfit_server.engine.cuda.derivatives.lowering import partial_source
+from warpfit_server.engine.cuda.runtime import compiler
+from warpfit_server.engine.cuda.runtime.translation import (
     compiler_options,
     operator_source,
     prelude,
     render,
 )
-from warpfit_server.engine.cuda.runtime import compiler
 from warpfit_server.engine.interface import Arithmetic
 
 #: Register class of each type width: predicate, 16, 32 and 64 bits. Registers are untyped.

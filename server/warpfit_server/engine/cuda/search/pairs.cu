@@ -1,5 +1,5 @@
-// Kernels of the weigher of pairs; `pairs.py` launches them in this order, with matrix products
-// between the second and the third. Names are those of engine/search/weighing.py.
+// Kernels of the weigher of pairs; `colony.py` launches them in this order, with matrix products
+// between the second and the third. Names are those of engine/search/library.py.
 
 // Arguments of all kernels.
 struct Pairs {

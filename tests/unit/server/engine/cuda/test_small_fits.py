@@ -16,8 +16,8 @@ from support.suites.small_fits import TEXTS, assert_same, both, make_dataset, st
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, ProgramError
 from warpfit.request import Precision
-from warpfit_server.engine.cuda.derivatives import fits
-from warpfit_server.engine.cuda.derivatives.fits import BLOCKS, group_searches
+from warpfit_server.engine.cuda.derivatives import tier
+from warpfit_server.engine.cuda.derivatives.tier import FIT_BLOCKS, group_searches
 from warpfit_server.engine.fit.driver import optimize
 from warpfit_server.engine.fit.searches import DEADLINE, GRADIENT, LOSS_CHANGE, NOT_FINITE
 from warpfit_server.engine.interface import run_to_end
@@ -51,9 +51,9 @@ def test_bounds_and_fixed_parameters_are_kept(engine):
 @pytest.mark.parametrize("ticks", [pytest.param(1, marks=pytest.mark.thorough), 40])
 def test_a_search_goes_on_where_a_launch_has_stopped(engine, monkeypatch, ticks):
     launches = []
-    launch = fits.run
-    monkeypatch.setattr(fits, "run", lambda *given: launches.append(1) or launch(*given))
-    monkeypatch.setattr(fits, "_TICKS", ticks)
+    launch = tier.run
+    monkeypatch.setattr(tier, "run", lambda *given: launches.append(1) or launch(*given))
+    monkeypatch.setattr(tier, "_TICKS", ticks)
     own, other, _ = both(engine, make_dataset())
     assert_same(own, other)
     assert len(launches) > 2
@@ -62,7 +62,7 @@ def test_a_search_goes_on_where_a_launch_has_stopped(engine, monkeypatch, ticks)
 @pytest.mark.thorough
 def test_many_searches_run_in_parts(engine, monkeypatch):
     """Each with state that the device has room for."""
-    monkeypatch.setattr(fits, "_MOST_STATE", 1_000)
+    monkeypatch.setattr(tier, "_MOST_STATE", 1_000)
     seen = []
     options = {"restarts": 1, "all_starts": True, "report": seen.append}
     own, other, _ = both(engine, make_dataset(), **options)
@@ -81,7 +81,7 @@ def test_what_is_not_small_goes_the_other_way(engine):
 @pytest.fixture
 def begin(engine, monkeypatch):
     """Return a function that prepares a fit of which each launch makes one step."""
-    monkeypatch.setattr(fits, "_TICKS", 1)
+    monkeypatch.setattr(tier, "_TICKS", 1)
     dataset = make_dataset()
     engine.load(dataset)
     yield lambda **given: prepared(dataset, TEXTS, starts_of(TEXTS), engine=engine, **given)
@@ -143,7 +143,7 @@ def test_nist_problems_have_the_bits_of_the_hosts(engine, name):
 
 
 def test_groups_hold_all_searches_and_leave_no_multiprocessor_idle():
-    rooms = {blocks: 1000 // blocks for blocks in BLOCKS}
+    rooms = {blocks: 1000 // blocks for blocks in FIT_BLOCKS}
     rng = np.random.default_rng(2)
     need = np.concatenate([rng.integers(1, 63, 500), rng.integers(63, 126, 50), [900, 300]])
     groups = group_searches(need, rooms, multiprocessors=4)

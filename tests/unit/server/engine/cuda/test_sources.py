@@ -14,26 +14,25 @@ import pytest
 from numpy.typing import NDArray
 
 from support.emulators.cuda_on_host import compile_for_host
-from warpfit_server.engine.cuda.derivatives import fits
 from warpfit_server.engine.cuda.derivatives import launches as derivatives
-from warpfit_server.engine.cuda.derivatives.lowering import PROGRAM
-from warpfit_server.engine.cuda.derivatives.source import derivative_source
+from warpfit_server.engine.cuda.derivatives import tier
+from warpfit_server.engine.cuda.derivatives.lowering import PROGRAM, derivative_source
 from warpfit_server.engine.cuda.interpreter import launches
-from warpfit_server.engine.cuda.interpreter.source import (
+from warpfit_server.engine.cuda.interpreter.launches import (
     Variant,
     interpreter_source,
     lowering_source,
 )
 from warpfit_server.engine.cuda.jit import kernel_store
-from warpfit_server.engine.cuda.jit.graph import graph_source
-from warpfit_server.engine.cuda.runtime.driver_calls import DRIVER, argument_type
+from warpfit_server.engine.cuda.jit.tier import graph_source
+from warpfit_server.engine.cuda.runtime.device import DRIVER, argument_type
 from warpfit_server.engine.cuda.runtime.translation import (
     UntranslatableError,
     name_of,
     translate,
 )
-from warpfit_server.engine.cuda.search import colony, pairs
-from warpfit_server.engine.cuda.search.pairs import pairs_source
+from warpfit_server.engine.cuda.search import colony
+from warpfit_server.engine.cuda.search.colony import pairs_source
 from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.native.intrinsics import inlined
 
@@ -60,7 +59,7 @@ def test_kernels_assemble(architecture):
     others = [
         (lowering_source(), ("lower_programs", "order_programs")),
         (graph_source(), ("sum_partials", "copy_inputs")),
-        (pairs_source(architecture in (80, 90, 100)), pairs.KERNELS),
+        (pairs_source(architecture in (80, 90, 100)), colony.PAIR_KERNELS),
     ]
     sources = [] if architecture == USUAL[0] else others
     if architecture in INTERPRETED:
@@ -100,10 +99,10 @@ STRUCTS = [
     ("interpreter/interpreter.cu", "Jobs", launches.JOBS),
     ("derivatives/derivatives.cu", "Arguments", derivatives.DERIVATIVE_ARGUMENTS),
     ("derivatives/derivatives.cu", "Program", PROGRAM),
-    ("derivatives/fit.cu", "FitArguments", fits.FIT_ARGUMENTS),
+    ("derivatives/fit.cu", "FitArguments", tier.FIT_ARGUMENTS),
     ("search/colony.cu", "Colony", colony.COLONY),
     ("derivatives/statistics.cu", "StatisticsArguments", derivatives.STATISTICS_ARGUMENTS),
-    ("search/pairs.cu", "Pairs", pairs.PAIRS),
+    ("search/pairs.cu", "Pairs", colony.PAIRS),
 ]
 
 

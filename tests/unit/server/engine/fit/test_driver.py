@@ -24,14 +24,14 @@ from warpfit import CancelledError, Reason, parse
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
 from warpfit.expressions.language import to_text
-from warpfit.fitting import Missing
 from warpfit.ir import Batch
 from warpfit.losses import Loss, LossFunction, gaussian
+from warpfit.request import Missing
 from warpfit_server.engine.cpu.codegen import parts
-from warpfit_server.engine.fit import compiled, driver, triangles
+from warpfit_server.engine.fit import driver, linear_model
+from warpfit_server.engine.fit.linear_model import COLUMNS, mark_linear, operator_table
 from warpfit_server.engine.fit.searches import EVALUATIONS
-from warpfit_server.engine.fit.separable import COLUMNS, mark_linear, operator_table
-from warpfit_server.system.machine import available_cores
+from warpfit_server.machine import available_cores
 
 rng = np.random.default_rng(3)
 X = rng.uniform(0.5, 2.0, size=(60, 2))
@@ -314,7 +314,7 @@ def test_float32_parameters_are_what_the_engine_computed_with(method):
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
-    compiled.load()
+    driver.load()
 
 
 def linear(*drawn):
@@ -473,7 +473,7 @@ def test_compiled_steps_look_at_the_flag_of_cancellation(monkeypatch, method):
     monkeypatch.setattr(driver._Driver, "_advance", cancelled_meanwhile)
     with pytest.raises(CancelledError):
         fit(EXACT, [MODEL] * 3, [START] * 3, method=method)
-    matrix, factorise = np.array([2.0, 1.0, 2.0]), numba.njit(triangles.factorise)
+    matrix, factorise = np.array([2.0, 1.0, 2.0]), numba.njit(linear_model.factorise)
     assert factorise(matrix.copy(), 0, 2, 2, np.zeros(1, dtype=np.uint8))
     assert not factorise(matrix.copy(), 0, 2, 2, np.ones(1, dtype=np.uint8))
 
@@ -496,9 +496,9 @@ from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.fit.driver import optimize
 from warpfit_server.engine.interface import run_to_end
-from warpfit_server.engine.native.compile_processes import BACKGROUND
+from warpfit_server.engine.native.numba_cache import BACKGROUND
 from warpfit_server.limits import evaluation_memory, fit_memory
-from warpfit_server.system.machine import give_back_memory
+from warpfit_server.machine import give_back_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20

@@ -15,9 +15,9 @@ from warpfit import LossFunction, Reason
 from warpfit.calls import splitting
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
-from warpfit.fitting import Accuracy, Tolerances
 from warpfit.losses import huber, log_cosh, poisson, quantile
 from warpfit.parse import parse
+from warpfit.request import Accuracy, Tolerances
 from warpfit_server.engine.fit import driver
 from warpfit_server.engine.fit.bfgs import has_kinks
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support.engines.fits import fit, prepared
 from warpfit import Reason
 from warpfit.dataset import Dataset
-from warpfit.fitting import Missing
 from warpfit.losses import LossFunction, huber
+from warpfit.request import Missing
 from warpfit_server.engine.fit.starts import (
     _SHIFT,
     Scales,

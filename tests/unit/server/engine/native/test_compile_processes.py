@@ -18,7 +18,7 @@ from numba.extending import register_jitable
 
 from support.servers.server import eventually
 from warpfit_server.engine.cpu.codegen import parts
-from warpfit_server.engine.native import compile_processes, numba_cache
+from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import inlined, uncounted
 from warpfit_server.engine.native.numba_cache import load, njit
 
@@ -33,7 +33,7 @@ def test_processes_get_parts_of_about_equal_time(count, monkeypatch):
         )
         return {"args": ["true"], "env": {}}
 
-    monkeypatch.setattr(compile_processes, "python_child", child)
+    monkeypatch.setattr(numba_cache, "python_child", child)
     parts.begin_compiling(count)
     assert len(shares) == count
     named = list(itertools.chain(*itertools.chain(*shares)))
@@ -45,8 +45,8 @@ def test_processes_get_parts_of_about_equal_time(count, monkeypatch):
 
 
 def test_a_process_that_fails_is_logged_and_nothing_else(tmp_path, caplog):
-    compile_processes.begin(tmp_path, parts.__name__, {"all": {("no such part",): 1.0}}, 1)
-    compile_processes.wait(tmp_path, "all")
+    numba_cache.begin(tmp_path, parts.__name__, {"all": {("no such part",): 1.0}}, 1)
+    numba_cache.wait(tmp_path, "all")
     eventually(lambda: "no such part" in caplog.text)
     assert (tmp_path / "all.complete").exists()
 
@@ -54,7 +54,7 @@ def test_a_process_that_fails_is_logged_and_nothing_else(tmp_path, caplog):
 #: Compiles nothing, but takes a while to do so, and notes it.
 COMPILER = """
 import sys, time
-from warpfit_server.engine.native.compile_processes import run_parts
+from warpfit_server.engine.native.numba_cache import run_parts
 
 def compile(place):
     with (place / "log").open("a") as log:
@@ -69,9 +69,9 @@ run_parts({"first": lambda place: compile, "second": compile}, sys.argv[1:])
 @pytest.fixture
 def groups(monkeypatch):
     """Groups that processes are started for, which take until there is a file."""
-    child = compile_processes.python_child
+    child = numba_cache.python_child
     monkeypatch.setattr(
-        compile_processes, "python_child", lambda _, __, *words: child("-c", COMPILER, *words)
+        numba_cache, "python_child", lambda _, __, *words: child("-c", COMPILER, *words)
     )
     return {"early": {("first",): 1.0}, "late": {("second",): 1.0}}
 
@@ -79,19 +79,19 @@ def groups(monkeypatch):
 def test_one_engine_compiles_and_the_others_wait_for_each_group(groups, tmp_path):
     with ThreadPoolExecutor(4) as pool:
         for _ in range(4):
-            compile_processes.begin(tmp_path, "module", groups, 1)
-        list(pool.map(lambda _: compile_processes.wait(tmp_path, "early"), range(4)))
-        late = [pool.submit(compile_processes.wait, tmp_path, "late") for _ in range(4)]
+            numba_cache.begin(tmp_path, "module", groups, 1)
+        list(pool.map(lambda _: numba_cache.wait(tmp_path, "early"), range(4)))
+        late = [pool.submit(numba_cache.wait, tmp_path, "late") for _ in range(4)]
         eventually(lambda: (tmp_path / "log").exists())
         assert not any(one.done() for one in late)
         (tmp_path / "go on").touch()
-    compile_processes.begin(tmp_path, "module", groups, 1)
+    numba_cache.begin(tmp_path, "module", groups, 1)
     assert (tmp_path / "log").read_text() == "."
 
 
 def test_a_group_is_done_though_its_engine_has_ended_before(groups, tmp_path):
     """Else each of many short runs would start processes again."""
-    compile_processes.begin(tmp_path, "module", groups, 2)
+    numba_cache.begin(tmp_path, "module", groups, 2)
     eventually((tmp_path / "early.complete").exists)
     assert not (tmp_path / "late.complete").exists()
     (tmp_path / "go on").touch()

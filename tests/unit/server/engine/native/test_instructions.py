@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("numba")
 
+from warpfit_server.compile_cache import engine_environment, source_fingerprint
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.system.compile_cache import engine_environment, source_fingerprint
 
 LOADS = """
 from warpfit_server.engine.cpu.codegen import parts

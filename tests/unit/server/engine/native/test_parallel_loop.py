@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from support.servers.server import eventually
-from warpfit_server.engine.native import parallel_loop
-from warpfit_server.engine.native.intrinsics import CANCELLED, FAILED, FINISHED
-from warpfit_server.engine.native.parallel_loop import NEVER, ParallelLoop
+from warpfit_server.engine.native import intrinsics
+from warpfit_server.engine.native.intrinsics import CANCELLED, FAILED, FINISHED, NEVER, ParallelLoop
 
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
@@ -149,5 +148,5 @@ def test_idle_helpers_sleep(expects):
     if expects:
         loop.expect(100)
         time.sleep(0.1)  # by then they have woken up
-    eventually(lambda: loop._words[parallel_loop.ASLEEP] == 2)
+    eventually(lambda: loop._words[intrinsics.ASLEEP] == 2)
     loop.close()

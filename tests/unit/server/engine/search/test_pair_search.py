@@ -20,10 +20,9 @@ from warpfit_server import limits
 from warpfit_server.engine.cpu import pairs
 from warpfit_server.engine.cpu.pairs import CpuWeigher
 from warpfit_server.engine.interface import run_to_end
-from warpfit_server.engine.search.library import formulas_of, library, relevant
+from warpfit_server.engine.search.colony import factor_exponents
+from warpfit_server.engine.search.library import Fit, formulas_of, library, relevant
 from warpfit_server.engine.search.pairs import PairSearch
-from warpfit_server.engine.search.views import factor_exponents
-from warpfit_server.engine.search.weighing import Fit
 from warpfit_server.limits import pair_search_bytes, search_bytes
 
 NAMES = ("add", "sub", "mul", "div", "square", "sqrt", "exp", "log", "sin", "asin", "tanh")

@@ -20,14 +20,15 @@ from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit.parse import parse
-from warpfit_server.engine.cuda.interpreter import launches, source
+from warpfit_server.engine.cuda.interpreter import launches
 from warpfit_server.engine.cuda.interpreter.launches import (
     BatchBounds,
+    Variant,
+    costly_operators,
     max_levels,
     raise_invalid_program,
 )
-from warpfit_server.engine.cuda.interpreter.source import Variant, costly_operators
-from warpfit_server.engine.cuda.runtime.driver_calls import as_record
+from warpfit_server.engine.cuda.runtime.device import as_record
 from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.lowering import are_valid
 from warpfit_server.shared_batch import BatchSummary
@@ -35,9 +36,9 @@ from warpfit_server.shared_batch import BatchSummary
 LEAVES = {VARIABLE, PARAMETER, CONSTANT}
 #: Stack levels that a case label takes values from.
 POPS = {
-    int(source.labels()[row.code]) + form: row.arity - 1
+    int(launches.labels()[row.code]) + form: row.arity - 1
     for row in OPERATORS.values()
-    for form in {1: (), 2: range(source.FROM_STACK, source.FROM_STACK + 2), 3: (0,)}[row.arity]
+    for form in {1: (), 2: range(launches.FROM_STACK, launches.FROM_STACK + 2), 3: (0,)}[row.arity]
 }
 X = Program.variable(0)
 #: Variables of the batches with invalid tokens.
@@ -48,7 +49,7 @@ def check(batch, **how):
     """Check that the code depends on the program alone, and what it takes; return most levels."""
     found, usual = lower_on_host(batch, **how), lower_on_host(batch)
     assert not found.are_invalid().any()
-    assert (found.first_invalid == source.ALL_VALID).all()
+    assert (found.first_invalid == launches.ALL_VALID).all()
     has_ternary = any(BY_CODE[code].arity == 3 for code in set(batch.codes.tolist()) - LEAVES)
     for index in range(len(batch)):
         check_program(found, index)
@@ -62,9 +63,9 @@ def check_program(found: Lowered, index: int) -> None:
     first, count, *_ = found.programs[index].tolist()
     level, highest = 0, 0
     for head in found.instructions[first : first + count, 0].tolist():
-        level += bool(head & source.PUSH)
+        level += bool(head & launches.PUSH)
         highest = max(highest, level)
-        level -= POPS.get(head & source.LABEL_MASK, 0)
+        level -= POPS.get(head & launches.LABEL_MASK, 0)
     assert (level, highest) == (0, found.needs()[index])
     slots = {leaf for _, *leaves in found.code(index) for leaf in leaves if type(leaf) is tuple}
     assert found.slot_counts()[index] == len(slots)
@@ -153,10 +154,10 @@ def check_invalid(batch):
             assert getattr(refused.value, name) == value
         assert refused.value.expression == index
         first, count, _, traits = found.programs[index].tolist()
-        assert (count, traits) == (0, source.INVALID)
-        assert found.instructions[first].tolist() == [source.END_LABEL, 0]
+        assert (count, traits) == (0, launches.INVALID)
+        assert found.instructions[first].tolist() == [launches.END_LABEL, 0]
     np.testing.assert_array_equal(found.are_invalid(), expected)
-    first = int(np.argmax(expected)) if any(expected) else source.ALL_VALID
+    first = int(np.argmax(expected)) if any(expected) else launches.ALL_VALID
     assert found.first_invalid.tolist() == [first]
 
 
@@ -175,10 +176,10 @@ def test_parameters_beyond_the_program_s_are_invalid(counts, invalid, reason):
 
 
 def test_variables_that_cannot_be_encoded_are_refused():
-    batch = Batch.of([X, Program.variable(source.INDEX_LIMIT)])
-    assert lower_on_host(batch, source.INDEX_LIMIT + 1).first_invalid.tolist() == [1]
+    batch = Batch.of([X, Program.variable(launches.INDEX_LIMIT)])
+    assert lower_on_host(batch, launches.INDEX_LIMIT + 1).first_invalid.tolist() == [1]
     with pytest.raises(ResourceExhaustedError, match="index"):
-        raise_invalid_program(batch, 1, source.INDEX_LIMIT + 1)
+        raise_invalid_program(batch, 1, launches.INDEX_LIMIT + 1)
 
 
 @pytest.mark.parametrize(("group", "levels"), [(90, 3), (90, 1), (7, 2), (1, 3), (89, 0)])

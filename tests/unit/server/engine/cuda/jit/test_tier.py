@@ -31,20 +31,20 @@ from warpfit_server.engine.autodiff import (
     differentiate_chunk,
     lower_batch,
 )
+from warpfit_server.engine.cuda.engine import Decision, TierChooser, TierCost, WorkKind
 from warpfit_server.engine.cuda.jit import kernel_store, renderer, templates, tier
-from warpfit_server.engine.cuda.jit.kernel_plan import (
+from warpfit_server.engine.cuda.jit.kernel_store import (
     MAX_GRAPHS,
+    MOST_BYTES,
     KernelInputs,
     KernelPlan,
     best_layout,
 )
-from warpfit_server.engine.cuda.jit.kernel_store import MOST_BYTES
 from warpfit_server.engine.cuda.jit.renderer import Output
 from warpfit_server.engine.cuda.jit.tier import IdleGraphs
 from warpfit_server.engine.cuda.runtime import compiler
 from warpfit_server.engine.cuda.runtime.datasets import upload
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.tier_chooser import Decision, TierChooser, TierCost, WorkKind
 from warpfit_server.engine.interface import Arithmetic, run_to_end
 from warpfit_server.engine.lowering import Lowered
 from warpfit_server.engine.native.intrinsics import argument_block

@@ -14,17 +14,20 @@ import pytest
 
 from support.servers.server import eventually
 from warpfit.errors import InternalError, ResourceExhaustedError, UnavailableError
-from warpfit_server.engine.cuda.runtime import compile_queue, compiler
-from warpfit_server.engine.cuda.runtime.compile_queue import CompileProcess, CompileQueue
-from warpfit_server.engine.cuda.runtime.compiler import with_jump_table
+from warpfit_server.engine.cuda.runtime import compiler
+from warpfit_server.engine.cuda.runtime.compiler import (
+    CompileProcess,
+    CompileQueue,
+    with_jump_table,
+)
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.process import create_engine
+from warpfit_server.engine.loop import create_engine
 
 #: A process for which a job is an expression of Python.
 MODULE = """
 import os, sys, time
 from warpfit.errors import ResourceExhaustedError
-from warpfit_server.engine.cuda.runtime.compile_queue import serve
+from warpfit_server.engine.cuda.runtime.compiler import serve
 
 def run(job):
     print("this is no answer")
@@ -124,7 +127,7 @@ class TestQueue:
         assert order == ["x", "y", "c", "a", "b"]
 
     def test_many_jobs_that_nobody_waits_for_are_refused(self, queue, monkeypatch):
-        monkeypatch.setattr(compile_queue, "_MOST_WAITING", 2)
+        monkeypatch.setattr(compiler, "_MOST_WAITING", 2)
         gate = threading.Event()
         futures = [queue.submit(n, lambda _: gate.wait(10)) for n in range(3)]
         urgent = queue.submit(9, lambda _: gate.wait(10), urgent=True)
@@ -134,7 +137,7 @@ class TestQueue:
 
     @pytest.mark.parametrize("queue", [8], indirect=True)
     def test_processes_run_at_the_same_time_and_end_when_they_are_idle(self, queue, monkeypatch):
-        monkeypatch.setattr(compile_queue, "_IDLE_SECONDS", 0.5)
+        monkeypatch.setattr(compiler, "_IDLE_SECONDS", 0.5)
         jobs = [queue.submit(n, ask("(time.sleep(0.3), os.getpid())[1]")) for n in range(2)]
         numbers = [job.result(20) for job in jobs]
         assert len(set(numbers)) == 2

@@ -24,11 +24,11 @@ from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.cpu.pairs import CpuWeigher
 from warpfit_server.engine.cuda.engine import HostSearches
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.search import pairs
-from warpfit_server.engine.cuda.search.pairs import CudaWeigher
+from warpfit_server.engine.cuda.search import colony
+from warpfit_server.engine.cuda.search.colony import CudaWeigher
 from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import run_to_end
-from warpfit_server.engine.search.weighing import Fit
+from warpfit_server.engine.search.library import Fit
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["float64", "float32"])
@@ -36,10 +36,10 @@ def weigher(request):
     with pytest.MonkeyPatch.context() as patch:
         install(patch)
         for name, size in {"_LEFT_TILE": 64, "_RIGHT_TILE": 96, "_CAPACITY": 96}.items():
-            patch.setattr(pairs, name, size)
-        patch.setattr(pairs, "_BLOCKS", 3)
+            patch.setattr(colony, name, size)
+        patch.setattr(colony, "_BLOCKS", 3)
         if not request.param:
-            patch.setattr(pairs, "_HAVE_DOUBLES", frozenset())
+            patch.setattr(colony, "_HAVE_DOUBLES", frozenset())
         weigher = CudaWeigher(CudaDevice())
         yield weigher
         weigher.close()

@@ -18,16 +18,14 @@ from warpfit.errors import (
 )
 from warpfit.request import Loss
 from warpfit.server_info import Limits
-from warpfit_server.data import uploads
-from warpfit_server.data.dataset_store import DatasetStore
-from warpfit_server.data.uploads import DataFolder, Upload
-from warpfit_server.engine.request import FrontEndConnection
+from warpfit_server import dataset_store
+from warpfit_server.dataset_store import DataFolder, DatasetStore, Upload
+from warpfit_server.engine.scheduler import FrontEndConnection
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.messages import Channel
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.tenancy.quotas import QuotaTable
-from warpfit_server.tenancy.tenants import ANONYMOUS, key_of
+from warpfit_server.tenants import ANONYMOUS, QuotaTable, key_of
 
 SIZE = DATA.layout.nbytes
 
@@ -203,7 +201,7 @@ def test_what_was_given_back_leaves_the_devices_and_is_found_again(monkeypatch):
     store.give_back(back)
     store.expire(1000)
     assert unloaded == []
-    monkeypatch.setattr("warpfit_server.data.dataset_store._DEVICE_SECONDS", 0.0)
+    monkeypatch.setattr("warpfit_server.dataset_store._DEVICE_SECONDS", 0.0)
     for _ in range(3):
         store.expire(1000)
     assert unloaded == [back], "once"
@@ -283,7 +281,7 @@ def test_a_tenant_keeps_to_its_own_budget():
 
 @pytest.mark.parametrize(("most", "files"), [(3, 1000), (1000, 24)])
 def test_the_number_of_data_sets_is_limited(monkeypatch, most, files):
-    monkeypatch.setattr("warpfit_server.data.dataset_store._MOST_DATASETS", most)
+    monkeypatch.setattr("warpfit_server.dataset_store._MOST_DATASETS", most)
     monkeypatch.setattr("resource.getrlimit", lambda _: (files, files))
     store, removed = make_store(100)
     keys = [put(store, numbered(number), "a").key for number in range(5)]
@@ -352,14 +350,14 @@ def test_a_file_is_read_that_was_found_although_its_name_now_leads_elsewhere(
     path, secret = tmp_path / "root" / "a.parquet", tmp_path / "secret.parquet"
     write(path)
     write(secret, NUMBERS + 1)
-    opened = uploads.open_table
+    opened = dataset_store.open_table
 
     def swap(*arguments):
         path.unlink()
         path.symlink_to(secret)
         return opened(*arguments)
 
-    monkeypatch.setattr(uploads, "open_table", swap)
+    monkeypatch.setattr(dataset_store, "open_table", swap)
     assert read(folder).content_id == EXPECTED
 
 

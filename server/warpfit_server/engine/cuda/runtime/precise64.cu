@@ -1,5 +1,5 @@
 // Elementary functions of precise mode in float64. Coefficients and logarithms are in memory,
-// because operands from the constant bank cost half of what literals do. prelude.py fills in the
+// because operands from the constant bank cost half of what literals do. translation.py fills in the
 // table.
 
 #define INFINITY_64 __hiloint2double(0x7ff00000, 0)

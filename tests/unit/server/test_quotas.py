@@ -23,18 +23,15 @@ from warpfit.errors import (
     PermissionDeniedError,
     ResourceExhaustedError,
 )
-from warpfit.fitting import FitRequest, FitSettings
 from warpfit.ir import Batch
 from warpfit.parse import parse
-from warpfit.request import Evaluation, Loss
+from warpfit.request import Evaluation, FitRequest, FitSettings, Loss
 from warpfit.server_info import Limits
+from warpfit_server import admission as module
+from warpfit_server import config
+from warpfit_server.admission import Admission, CallCost, CallCostModel, TenantTurns
 from warpfit_server.config import Config
-from warpfit_server.system import file_watcher
-from warpfit_server.tenancy import admission as module
-from warpfit_server.tenancy import quotas
-from warpfit_server.tenancy.admission import Admission, CallCost, CallCostModel, TenantTurns
-from warpfit_server.tenancy.quotas import Amounts, QuotaTable
-from warpfit_server.tenancy.tenants import ANONYMOUS, BOUNDED, TenantLimits, key_of
+from warpfit_server.tenants import ANONYMOUS, BOUNDED, Amounts, QuotaTable, TenantLimits, key_of
 
 ENOUGH = Amounts(100, 1 << 40, 1 << 60)
 ONE = Amounts(calls=1)
@@ -85,7 +82,7 @@ class TestAmounts:
         assert pair[0].in_flight("b") == Amounts()
 
     def test_tenants_without_an_entry_of_their_own_share_one(self, monkeypatch):
-        monkeypatch.setattr(quotas, "_ENTRIES", 4)
+        monkeypatch.setattr("warpfit_server.tenants._ENTRIES", 4)
         table, tenants = QuotaTable.create(1), [f"t{index}" for index in range(50)]
         for tenant in tenants:
             assert table.acquire(tenant, ONE, ENOUGH, ENOUGH) is None
@@ -219,7 +216,7 @@ def test_wrong_files_are_refused(tenants, text):
 
 
 def test_a_changed_file_is_read_again_unless_it_is_wrong(tenants, tmp_path, monkeypatch):
-    monkeypatch.setattr(file_watcher, "_SETTLE_SECONDS", 0.0)  # it is complete at once
+    monkeypatch.setattr(config, "_SETTLE_SECONDS", 0.0)  # it is complete at once
     book = tenants("[default]\nrows = 1\n")
     for text, rows in (("broken", 1), ("[default]\nrows = 2\n", 2)):
         (tmp_path / "tenants.toml").write_text(text)

@@ -1,7 +1,7 @@
 // Elementary functions of precise mode in float32. They have no branches and no calls, unlike those
 // of CUDA's library: special operands cost no more than others, and the assembler can interleave
 // neighbouring operators. Subnormals, signed zeros, infinities and NaN give what IEEE 754 and C99
-// say. Polynomials are minimax (Remez). prelude.py states the error bounds.
+// say. Polynomials are minimax (Remez). translation.py states the error bounds.
 
 #define SMALLEST_NORMAL 1.17549435e-38f
 #define INFINITY_32 __int_as_float(0x7f800000)

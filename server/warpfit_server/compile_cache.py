@@ -44,12 +44,9 @@ _WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 _SERVER_SOURCES: Final = (
     *(f"engine/{name}" for name in ("native", "fit", "cpu", "cuda", "search")),
     *(f"engine/{name}.py" for name in ("sum_tree", "lowering", "autodiff", "interface")),
-    *("limits.py", "shared_batch.py", "system/compile_cache.py"),
+    *("limits.py", "shared_batch.py", "compile_cache.py"),
 )
-_CLIENT_SOURCES: Final = (
-    *("ir.py", "ops.py", "fitting.py", "losses.py", "request.py", "searching.py"),
-    "expressions/special.py",
-)
+_CLIENT_SOURCES: Final = ("ir.py", "ops.py", "losses.py", "request.py", "searching.py")
 _SUFFIXES: Final = (".py", ".cu")
 #: Share of its bound to which a directory shrinks, so that not every write removes files.
 _LOW_WATER: Final = 0.8
@@ -180,7 +177,7 @@ def fingerprint(sources: Iterable[Path]) -> str:
 
 def _sources() -> Iterator[Path]:
     """Everything that compiled code takes functions, constants or types from."""
-    yield from (Path(__file__).parents[1] / name for name in _SERVER_SOURCES)
+    yield from (Path(__file__).parent / name for name in _SERVER_SOURCES)
     yield from (Path(warpfit.__file__).parent / name for name in _CLIENT_SOURCES)
 
 

@@ -26,19 +26,18 @@ from prometheus_client.registry import Collector
 from support.servers.server import eventually
 from warpfit.errors import UnavailableError
 from warpfit.request import Timings
-from warpfit_server import metrics
-from warpfit_server.metrics import MetricsPort, gpu_usages
-from warpfit_server.observability import logs
-from warpfit_server.observability.logs import LogRateLimiter
-from warpfit_server.observability.records import (
+from warpfit_server import logs, metrics
+from warpfit_server.logs import (
     BUCKET_BOUNDS,
     CallRecord,
+    LogRateLimiter,
     MetricsDelta,
     Observer,
     Recorder,
     SpanTracer,
     make_tracer,
 )
+from warpfit_server.metrics import MetricsPort, gpu_usages
 
 PAUSES = st.lists(st.floats(0, 5, allow_nan=False), min_size=1, max_size=300)
 

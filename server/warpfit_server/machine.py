@@ -7,25 +7,50 @@ period, and their memory. If more threads run than the CPU time is enough for, a
 still until the period is over; processes that take more memory are killed.
 
 Asking for GPUs initialises CUDA, so a process of its own does it, which runs this module.
+
+How processes end: with their parent, or because they are stuck; and what is left of them.
+
+Long evaluations are legitimate, so their length says nothing. But every engine polls the
+cancellation flag between blocks. An evaluation that goes on for `Config.stuck_seconds` after it was
+cancelled occupies a step for ever, which only the engine knows: it may still answer probes.
+All else is decided by `warpfit_server.processes.watchdog`, which replaces engines without answers.
+
+A server has a temporary directory. It holds a lock on a file there until it ends, however it ends.
+So a directory whose lock is free belongs to no server any more.
+
+Sockets between two processes of the server, its ports, and the file that tells its address.
 """
+
+from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import logging
 import math
 import os
 import re
 import resource
+import select
+import shutil
+import socket
+import stat
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from warpfit.child_processes import python_child
 from warpfit.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
@@ -349,6 +374,227 @@ def _ask_driver() -> list[int]:
     if status:
         raise SystemExit(f"the CUDA driver reports error {status}")
     return found
+
+
+_PROCESSES_LOG: Final = logging.getLogger("warpfit")
+#: Exit statuses of the engine process.
+EXIT_CANNOT_RUN: Final = 3
+EXIT_BROKEN: Final = 4
+EXIT_STUCK: Final = 5
+_PREFIX: Final = "warpfit-server-"
+_LOCK: Final = "lock"
+
+
+class Parent:
+    """The process that this one must not outlive, by its process id; 0 for none.
+
+    Two signs tell its end, because each misses a case. When it dies, however that comes, this
+    process gets another parent. When it becomes another program, which keeps its process id, it
+    closes the pipe that is this process's standard input; where that is no pipe, only the first
+    sign counts. (The signal PR_SET_PDEATHSIG would come when the thread ends that has started this
+    process, while the others of its process still use it.)
+    """
+
+    def __init__(self, process_id: int) -> None:
+        self._process_id = process_id
+        self._poll = None
+        if process_id and stat.S_ISFIFO(os.fstat(0).st_mode):
+            self._poll = select.poll()
+            self._poll.register(0, 0)
+
+    def is_gone(self) -> bool:
+        """Return whether this process has to end."""
+        if not self._process_id:
+            return False
+        if os.getppid() != self._process_id:
+            return True
+        events = self._poll.poll(0) if self._poll is not None else []
+        return any(event & (select.POLLHUP | select.POLLERR) for _, event in events)
+
+
+class StuckDetector:
+    """Ends this process when an evaluation has ignored its cancellation for too long.
+
+    Args:
+        patience: seconds that an evaluation may take to stop.
+        flags: returns the evaluations that are running, with their cancellation flags.
+    """
+
+    def __init__(
+        self,
+        patience: float,
+        flags: Callable[[], Iterable[tuple[Hashable, NDArray[np.uint8]]]],
+    ) -> None:
+        self._patience = patience
+        self._flags = flags
+        self._since: dict[Hashable, float] = {}
+
+    def start(self) -> None:
+        """Start the thread that looks."""
+        threading.Thread(target=self._watch, name="stuck-detector", daemon=True).start()
+
+    def is_stuck(self, now: float) -> bool:
+        """Note which evaluations are cancelled; return whether one has been for too long."""
+        cancelled = [evaluation for evaluation, flag in self._flags() if flag[0]]
+        self._since = {evaluation: self._since.get(evaluation, now) for evaluation in cancelled}
+        return any(now - since > self._patience for since in self._since.values())
+
+    def _watch(self) -> None:
+        while not self.is_stuck(time.monotonic()):
+            time.sleep(self._patience / 10)
+        _PROCESSES_LOG.error("an evaluation does not stop; the supervisor starts a new process")
+        os._exit(EXIT_STUCK)
+
+
+class ServerDirectory:
+    """A directory that only this user can read. ``path`` is where it is."""
+
+    def __init__(self) -> None:
+        sweep(Path(tempfile.gettempdir()))
+        self._directory = tempfile.TemporaryDirectory(prefix=_PREFIX)
+        self.path = Path(self._directory.name)
+        new = self.path / "new"
+        self._lock = new.open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        new.replace(self.path / _LOCK)  # other servers see it only now that it is locked
+
+    def remove(self) -> None:
+        """Remove the directory and all that is in it."""
+        self._directory.cleanup()
+        self._lock.close()
+
+
+def sweep(parent: Path) -> None:
+    """Remove the directories that this user's servers left behind when they were killed."""
+    for directory in parent.glob(f"{_PREFIX}*"):
+        try:
+            status = directory.lstat()
+            if status.st_uid != os.geteuid():
+                continue
+            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue  # its server holds the lock
+            finally:
+                os.close(lock)
+            shutil.rmtree(directory)
+            _PROCESSES_LOG.info("removed %s, which a server that was killed left behind", directory)
+        except OSError as error:  # for example, another server is removing it
+            _PROCESSES_LOG.debug("%s was not removed: %s", directory, error)
+
+
+#: Size of the kernel's buffer for what the other process has not read yet.
+_SOCKET_BYTES: Final = 1 << 20
+#: Addresses to listen on that stand for all of the machine's.
+_ANY = ("0.0.0.0", "::", "[::]")
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets for channels.
+
+    Raises:
+        ResourceExhaustedError: if this process can open no more files.
+    """
+    try:
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise shortage(error) or error from error
+    for end in pair:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+    return pair
+
+
+def reserve_port(host: str, port: int, flag: str) -> socket.socket:
+    """Reserve a port, 0 for a free one, that several processes of this user will listen on.
+
+    The socket that is returned is bound and does not listen, so that it gets no connections.
+
+    Raises:
+        UnavailableError: if a server listens on the port, because with SO_REUSEPORT the two would
+            share its connections; if the host is no address of this machine; or if the port is not
+            for this user. Its text names ``flag``, which chooses another one.
+    """
+    options: Any = {"type": socket.SOCK_STREAM, "flags": socket.AI_PASSIVE}
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, **options)[0]
+    except (OSError, UnicodeError) as error:
+        raise cannot_listen(host, port, flag, error) from error
+    reserved = socket.socket(family, kind, protocol)
+    try:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(address)
+    except OSError as error:
+        reserved.close()
+        raise cannot_listen(host, port, flag, error) from error
+    return reserved
+
+
+def join_address(host: str, port: int) -> str:
+    """Write an address as ``HOST:PORT``; an IPv6 host gets brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of an address that `join_address` wrote."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def cannot_listen(
+    host: str, port: int, flag: str, error: Exception | None = None
+) -> UnavailableError:
+    """Explain why a port cannot be had; ``flag`` is what chooses another one.
+
+    Without the error of the system, it is taken since it was reserved.
+    """
+    number = errno.EADDRINUSE if error is None else getattr(error, "errno", None)
+    remedy = f"Choose another {flag}"
+    if number == errno.EADDRINUSE:
+        reason, why = "PORT_IN_USE", "another program listens there"
+    elif number in (errno.EACCES, errno.EPERM):
+        reason, why = "PORT_FORBIDDEN", "this user may not use that port"
+        remedy += "; ports from 1024 on are for all users"
+    else:
+        reason, why = "NO_SUCH_HOST", getattr(error, "strerror", None) or str(error)
+        remedy += "; give an address of this machine, such as 127.0.0.1 or 0.0.0.0"
+    return UnavailableError(f"cannot listen on {join_address(host, port)}: {why}", reason, remedy)
+
+
+@contextmanager
+def address_file(path: str, host: str, port: int) -> Iterator[None]:
+    """Keep a file PATH.HOST-PORT that holds HOST:PORT; none if the path is empty.
+
+    Many servers may be given the same path, such as by one ``srun``: clients of ``file://PATH``
+    read all files that begin so (`warpfit.transport.connection.file_target`).
+
+    Raises:
+        InvalidArgumentError: if the file cannot be written.
+    """
+    if not path:
+        yield
+        return
+    host = socket.gethostname() if host in _ANY else host.strip("[]")
+    file = Path(f"{Path(path).absolute()}.{host.replace(':', '_')}-{port}")
+    half = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        half.unlink(missing_ok=True)
+        with half.open("x") as new:  # follows no link that another user has put there
+            new.write(f"{join_address(host, port)}\n")
+        half.replace(file)  # so that no client reads a part of it
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"the address file {file} cannot be written: {error.strerror or error}",
+            "ADDRESS_FILE",
+            "Give --address-file in a folder that exists and that the server may write to",
+        ) from error
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -24,12 +24,10 @@ from typing import Final, NamedTuple
 
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
-from warpfit.fitting import FitRequest
-from warpfit.request import Evaluation
+from warpfit.request import Evaluation, FitRequest
 from warpfit.server_info import Limits
 from warpfit_server.config import Config
-from warpfit_server.tenancy.quotas import Amounts, QuotaTable
-from warpfit_server.tenancy.tenants import TenantLimits
+from warpfit_server.tenants import Amounts, QuotaTable, TenantLimits
 
 #: Shortest and longest time between the retries of two refused calls, in seconds.
 _SHORTEST_RETRY: Final = 0.02

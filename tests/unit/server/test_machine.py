@@ -11,8 +11,13 @@ from multiprocessing import get_context
 import numpy as np
 import pytest
 
-from warpfit_server.system.lifetime import ServerDirectory, StuckDetector
-from warpfit_server.system.machine import ControlGroups, available_cores, available_memory
+from warpfit_server.machine import (
+    ControlGroups,
+    ServerDirectory,
+    StuckDetector,
+    available_cores,
+    available_memory,
+)
 
 GIB = 1 << 30
 
@@ -91,7 +96,7 @@ import os
 import resource
 import threading
 import numpy as np
-from warpfit_server.system.machine import keep_freed_memory
+from warpfit_server.machine import keep_freed_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

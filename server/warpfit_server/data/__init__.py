@@ -1,1 +1,0 @@
-"""The resident data sets and their uploads."""

@@ -1,1 +1,0 @@
-"""CUDA C++ of elementary functions, and what every generated kernel starts from."""

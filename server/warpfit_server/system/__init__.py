@@ -1,1 +1,0 @@
-"""The operating system's side: processors, memory, files, threads, the compile cache."""

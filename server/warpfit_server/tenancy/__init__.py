@@ -1,1 +1,0 @@
-"""Tenants and their shares: authentication, limits, quotas, admission."""
