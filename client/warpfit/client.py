@@ -44,7 +44,6 @@ from warpfit.calls.search import (
     SearchRun,
     build_search,
 )
-from warpfit.calls.splitting import KnownLimits, searches
 from warpfit.dataset import warn_of_lost_digits
 from warpfit.embedded import embedded_server
 from warpfit.errors import (
@@ -60,7 +59,15 @@ from warpfit.evidence import gather
 from warpfit.expressions.language import locate
 from warpfit.ir import Batch
 from warpfit.parse import place_in
-from warpfit.request import Evaluation, FitProgress, FitRequest, FitResult, Result
+from warpfit.request import (
+    Evaluation,
+    FitProgress,
+    FitRequest,
+    FitResult,
+    KnownLimits,
+    Result,
+    searches,
+)
 from warpfit.searching import SearchReason
 from warpfit.server_info import ServerInfo
 from warpfit.transport.call import CallingBack, Cancellation, Deadline, Request, only

@@ -35,10 +35,9 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.calls.splitting import even_bounds
 from warpfit.errors import ResourceExhaustedError, UnavailableError, WarpfitError
 from warpfit.ir import Batch
-from warpfit.request import STAGES, FitProgress, Timings
+from warpfit.request import STAGES, FitProgress, Timings, even_bounds
 from warpfit.searching import Front, SearchProgress, SearchReason, SearchRequest
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection, InFlightRequest, unavailable

@@ -26,7 +26,7 @@ Parameters are measured in the lengths of their columns of the Jacobian (WIDTH).
 where a search begins, and may be wrong by any factor elsewhere. So a search that would end is
 *inspected* first: the driver evaluates the curvature at its point, and the search ends if
 `linear_model.is_minimum` holds there. Where that is doubtful and the loss is of squares, the driver
-factorises the Jacobian first (`linear_model.reflect`); for other losses the curvature has to do. If the
+factorises the Jacobian first (`reflect`); for other losses the curvature has to do. If the
 condition does not hold, the search restarts from that point with the new widths and a new inverse.
 If the restart has not made the loss less, the search has stalled; with a row loss that has kinks,
 at which gradients do not vanish, it ends as one whose steps are too small. What would end at a

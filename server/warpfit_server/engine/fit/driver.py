@@ -31,7 +31,6 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from warpfit.calls.splitting import even_bounds
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError
 from warpfit.evidence import covariance_of
@@ -48,6 +47,7 @@ from warpfit.request import (
     Precision,
     Timings,
     Tolerances,
+    even_bounds,
 )
 from warpfit_server.engine.fit import bfgs, levenberg_marquardt, linear_model, starts
 from warpfit_server.engine.fit.bfgs import has_kinks, squared_slope

@@ -13,8 +13,8 @@ A = J^T W J:
 The book's least factor is 1/3; 1/10 and a first damping of 0.1 reach lower losses within 10 and
 within 50 iterations on random expressions, and more digits on NIST's problems.
 
-Parameters c that the program is linear in (`linear_model.mark_linear`) are not damped, and the scale of the others
-is the diagonal of the Schur complement of c in A: a step equals that of variable projection with
+Parameters c that the program is linear in (`mark_linear`) are not damped, and the scale of the
+others is the diagonal of the Schur complement of c in A: a step equals that of variable projection with
 Kaufman's Jacobian (Golub and Pereyra, SIAM J. Numer. Anal. 10, 1973; Kaufman, BIT 15,
 1975). At any evaluated point the best c and the loss there are known exactly. So a trial is judged
 by that loss, and where it is much better than the trial's own, the next pass evaluates the point
@@ -35,7 +35,7 @@ that were refused since then say whether the loss has a minimum there; else the 
 Where that would leave it at a saddle or on a plateau, it is perturbed first (`starts`).
 
 Normal equations square the condition of J. Where they are ill-conditioned and a search is slow, or
-a test has fired, it asks for the orthogonal factor of J (`linear_model.reflect`), which its steps come from
+a test has fired, it asks for the orthogonal factor of J (`reflect`), which its steps come from
 until it ends. Where parameters have the same effect the factor is no better, and is not asked for
 at every step. Columns of float32 differ by rounding errors that the curvature resolves, so that a
 factor would tell no more of them.

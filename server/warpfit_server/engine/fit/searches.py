@@ -17,9 +17,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.calls.splitting import even_bounds
 from warpfit.ir import Batch, Population, pieces
-from warpfit.request import REASONS, FitRequest, Reason
+from warpfit.request import REASONS, FitRequest, Reason, even_bounds
 from warpfit_server.engine.native.intrinsics import inlined
 from warpfit_server.engine.native.numba_cache import NICE
 from warpfit_server.machine import available_cores

@@ -619,7 +619,8 @@ def change_tokens(
 def _scalar_operators() -> Any:
     """Return a function of code and operands that computes the operators of the table.
 
-    CUDA C++ has a function of the same name, a switch over the functions of `engine/cuda/search/colony.py`.
+    CUDA C++ has a function of the same name, a switch that `engine/cuda/search`
+    writes.
     """
     lines = ["def apply_operator(code, a, b, c):"]
     lines += [f"    if code == {row.code}: return {row.kernel}" for row in OPERATORS.values()]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import warpfit
 from warpfit import codec, testing
-from warpfit.calls.splitting import even_bounds
 from warpfit.errors import ProgramError, ResourceExhaustedError
+from warpfit.request import even_bounds
 from warpfit.server_info import Limits
 from warpfit_server.limits import check_batch, check_fit, check_limits, check_result
 

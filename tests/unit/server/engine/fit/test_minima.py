@@ -11,8 +11,7 @@ from scipy.optimize import lsq_linear
 from support.engines import nist
 from support.engines.fits import fit, tight
 from support.engines.more_garbow_hillstrom import problems
-from warpfit import LossFunction, Reason
-from warpfit.calls import splitting
+from warpfit import LossFunction, Reason, request
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
 from warpfit.losses import huber, log_cosh, poisson, quantile
@@ -121,7 +120,7 @@ def test_factors_of_several_threads_have_the_bits_of_one_thread(monkeypatch):
     cut = []
 
     def even_bounds(work, parts):
-        cut.append(bounds := splitting.even_bounds(work, parts))
+        cut.append(bounds := request.even_bounds(work, parts))
         return bounds
 
     monkeypatch.setattr(driver, "even_bounds", even_bounds)
