@@ -14,8 +14,8 @@ The book's least factor is 1/3; 1/10 and a first damping of 0.1 reach lower loss
 within 50 iterations on random expressions, and more digits on NIST's problems.
 
 Parameters c that the program is linear in (`mark_linear`) are not damped, and the scale of the
-others is the diagonal of the Schur complement of c in A: a step equals that of variable projection with
-Kaufman's Jacobian (Golub and Pereyra, SIAM J. Numer. Anal. 10, 1973; Kaufman, BIT 15,
+others is the diagonal of the Schur complement of c in A: a step equals that of variable projection
+with Kaufman's Jacobian (Golub and Pereyra, SIAM J. Numer. Anal. 10, 1973; Kaufman, BIT 15,
 1975). At any evaluated point the best c and the loss there are known exactly. So a trial is judged
 by that loss, and where it is much better than the trial's own, the next pass evaluates the point
 with the best c. Starts are corrected like this, too. Where the residuals at a start are so huge

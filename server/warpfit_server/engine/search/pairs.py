@@ -7,7 +7,7 @@ The simple form, with a library of short formulas (`library`):
             fit t = a + b v, a + b u v, a + b u (v + c), a + b u + c v
         keep the best; they join the library of the view's next turn (a beam search)
 
-All pairs are weighed by matrix products (`library.Weigher`); the best of a block of u are fitted again in
+All pairs are weighed by matrix products (`Weigher`); the best of a block of u are fitted again in
 float64 and written out. The library also has 1/f of each f. In some turns pairs are added to one of
 the view's best formulas, or to a short one (matching pursuit); in others v is a function of a
 scaled argument, f(c u), whose scale is sharpened by a golden section. The library doubles
