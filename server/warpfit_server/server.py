@@ -152,7 +152,7 @@ class Server:
         self.engines.stop()
 
     def _do_chores(self) -> None:
-        self.engines.quarantine.expire()
+        self.engines.quarantine.count()
         self.datasets.expire(self.config.lease_seconds)
 
     def processes(self) -> dict[str, int]:

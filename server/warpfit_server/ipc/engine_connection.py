@@ -43,12 +43,7 @@ from warpfit.request import (
 from warpfit.searching import SearchRequest
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.messages import Channel, ChannelClosedError, Message
-from warpfit_server.ipc.quarantine import (
-    ClearedSuspect,
-    InterruptedBatch,
-    digest,
-    search_digest,
-)
+from warpfit_server.ipc.quarantine import BatchOutcome, digest
 from warpfit_server.ipc.segments import (
     FIT_SETTING_ARRAYS,
     QUEUED,
@@ -297,9 +292,8 @@ class InFlightRequest:
 
     def digest(self) -> bytes:
         """Return a hash of the request's inputs."""
-        if self._search is not None:
-            return search_digest(self._search)
-        return digest(self.evaluation, self._arrays, self._fit_settings)
+        arrays = map(self._arrays.get, FIT_SETTING_ARRAYS)
+        return digest(self.evaluation, self._fit_settings, self._search, *arrays)
 
     def write(self, segment: Segment) -> None:
         """Copy all inputs into a segment, which is the request's from now on."""
@@ -360,14 +354,14 @@ class InFlightRequest:
             state = self.segment_layout.state(self.segment)
             if state != QUEUED and self.tenant != PROBE:  # the engine had begun it
                 _LOG.warning("a batch of tenant %s was in an engine that was lost", self.tenant)
-                own = self.process, self.evaluation.dataset_id, self.digest()
-                self.connection.report(InterruptedBatch(*own, state))
+                own = self.evaluation.dataset_id, self.digest(), self.process
+                self.connection.report(BatchOutcome(*own, state))
             raise unavailable()
         if isinstance(reply, messages.RequestFinished):
             self._is_over = True
             if self.alone and not self._is_cancelled:
-                dataset = self.evaluation.dataset_id
-                self.connection.report(ClearedSuspect(dataset, self.digest()))
+                own = self.evaluation.dataset_id, self.digest()
+                self.connection.report(BatchOutcome(*own))
             if reply.error is not None:
                 if reply.error.reason == TOO_MANY_FILES:
                     self.connection.was_not_mapped(self.segment)
@@ -439,7 +433,7 @@ class EngineConnection:
         self.on_loss: Callable[[], None] = lambda: None
         """Called by any thread, some time after the connection was lost and by `renew`, if there is
         none: it may have been lost while the engine lives."""
-        self.report: Callable[[InterruptedBatch | ClearedSuspect], None] = lambda outcome: None
+        self.report: Callable[[BatchOutcome], None] = lambda outcome: None
         """Called with what became of requests that were lost, and of suspects."""
         self.may_poll: Callable[[], bool] = lambda: False
         """Tells whether a call that waits may poll for its reply instead of sleeping."""

@@ -31,7 +31,7 @@ from warpfit.losses import Closing
 from warpfit.request import Evaluation, FitProgress, FitSettings, Loss, Precision, Tier, Timings
 from warpfit.searching import SearchProgress, SearchRequest
 from warpfit.server_info import Device
-from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, SuspectList
+from warpfit_server.ipc.quarantine import BatchOutcome, Suspects
 from warpfit_server.ipc.segments import Segment, SegmentLayout
 from warpfit_server.logs import MetricsDelta
 from warpfit_server.machine import shortage, socket_pair
@@ -359,8 +359,8 @@ Message = (
     | EngineReady | DatasetLoaded | EngineCounters
     | SubmitEvaluation | UnmapSegment | Reply
     | FrontEndPrepared | FrontEndFailed | FrontEndReady | RequestConnection | Question
-    | ProbeResult | MetricsRecorded | InterruptedBatch | ClearedSuspect
-    | StartServing | ConnectEngine | Answer | SetReadiness | SuspectList
+    | ProbeResult | MetricsRecorded | BatchOutcome
+    | StartServing | ConnectEngine | Answer | SetReadiness | Suspects
     | DatasetAnnounced | DatasetWithdrawn | DatasetHeld | DatasetUnloaded
 )  # fmt: skip
 #: Kinds of packed messages.

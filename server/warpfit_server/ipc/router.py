@@ -42,7 +42,7 @@ from warpfit.searching import Front, SearchProgress, SearchReason, SearchRequest
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection, InFlightRequest, unavailable
 from warpfit_server.ipc.messages import FoundDataset
-from warpfit_server.ipc.quarantine import KnownSuspects
+from warpfit_server.ipc.quarantine import Suspects
 from warpfit_server.ipc.segments import MOST_PARTS
 from warpfit_server.tenants import QuotaTable
 
@@ -306,7 +306,7 @@ class Router:
         connections: Sequence[EngineConnection],
         labels: Sequence[str],
         table: QuotaTable,
-        suspects: KnownSuspects,
+        suspects: Suspects,
     ) -> None:
         self._connections = connections
         self.engines = len(connections)

@@ -163,7 +163,7 @@ class EngineSupervisor(Supervisor):
         key, segment = dataset.key, dataset.segment
         with self.lock:
             try:
-                self.quarantine.suspects.check_dataset(key)
+                self.quarantine.suspects.check(key)
             except FailedPreconditionError as error:
                 return settled(error)
             self._wanted.add(key)
@@ -379,6 +379,6 @@ class Engines:
         The other engine tries the data set first, as its next process starts.
         """
         holders, suspects = self.holders(dataset.key), self.quarantine.suspects
-        if holders and number not in holders and suspects.is_suspect(dataset.key):
+        if holders and number not in holders and suspects.check(dataset.key):
             return settled(unavailable())
         return self.supervisors[number].load(dataset)

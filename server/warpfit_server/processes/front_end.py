@@ -28,7 +28,7 @@ from warpfit_server.config import Config
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.messages import Channel, ChannelClosedError, FoundDataset
-from warpfit_server.ipc.quarantine import KnownSuspects, SuspectList
+from warpfit_server.ipc.quarantine import Suspects
 from warpfit_server.ipc.router import Registry, Router
 from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.logs import REPORT_SECONDS, Observer, Recorder, configure_logging, make_tracer
@@ -157,7 +157,7 @@ class FrontEndProcess:
         self._readiness_at = time.monotonic()
         """Moment at which the main process last said which devices serve."""
         self._readiness = messages.SetReadiness(frozenset(), False)
-        suspects = self._suspects = KnownSuspects()
+        suspects = self._suspects = Suspects()
         pool = SegmentPool(*config.idle_pool)
         self._engines = [EngineConnection(pool) for _ in config.engines]
         for number, engine in enumerate(self._engines):
@@ -229,7 +229,7 @@ class FrontEndProcess:
                         _LOG.error("no connection to the engine: %s", error)
                 case messages.ConnectEngine():  # the probe asks again
                     _LOG.error("the engine's connection was lost: too many open files")
-                case SuspectList():
+                case Suspects():
                     self._suspects.update(message)
                 case messages.SetReadiness():
                     self._readiness_at, self._readiness = time.monotonic(), message

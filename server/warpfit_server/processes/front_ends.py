@@ -24,7 +24,7 @@ from warpfit_server.config import Config
 from warpfit_server.dataset_store import DatasetStore
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.messages import Channel, FoundDataset
-from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch
+from warpfit_server.ipc.quarantine import BatchOutcome
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.logs import Recorder
 from warpfit_server.machine import shortage, too_many_files
@@ -118,7 +118,7 @@ class FrontEndSupervisor(Supervisor):
                     probe.answered = self.last_message
             case messages.MetricsRecorded():
                 owner.recorder.add(self.number, message.delta)
-            case InterruptedBatch() | ClearedSuspect():
+            case BatchOutcome():
                 owner.engines.quarantine.report(message)
             case _:
                 _LOG.error("unexpected message %s", message)
@@ -234,7 +234,7 @@ class FrontEnds:
 
     def welcome(self, front_end: FrontEndSupervisor) -> None:
         """Tell a new process what the others know, and connect it to the engines."""
-        front_end.tell(self.engines.quarantine.current)
+        front_end.tell(self.engines.quarantine.suspects)
         for engine in self.engines.supervisors:
             self.connect(front_end, engine.number)
         front_end.tell(messages.SetReadiness(self._serving(), self._is_draining))

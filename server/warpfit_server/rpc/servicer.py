@@ -44,7 +44,7 @@ from warpfit_server.dataset_store import DataFolder, Upload, UploadStore
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import InFlightRequest
 from warpfit_server.ipc.messages import FoundDataset
-from warpfit_server.ipc.quarantine import KnownSuspects
+from warpfit_server.ipc.quarantine import Suspects
 from warpfit_server.ipc.router import (
     KnownDataset,
     ParallelSearch,
@@ -113,7 +113,7 @@ class Servicer:
         store: Store,
         registry: Registry,
         router: Router,
-        suspects: KnownSuspects,
+        suspects: Suspects,
         admission: Admission,
         pool: SegmentPool,
         config: Config,
@@ -341,7 +341,7 @@ class Servicer:
         layout, content_id = codec.upload_header(first)
         check_names(layout.names, limits)
         key = key_of(tenant, content_id)
-        self._suspects.check_dataset(key)
+        self._suspects.check(key)
         with suppress(DatasetNotFoundError):
             return _info(self._store.find(key))
         check_limits(limits, dataset_bytes=layout.nbytes, rows=layout.rows)
@@ -368,7 +368,7 @@ class Servicer:
             known = self._folder.known(file)
             if known is not None:  # another call may have read it meanwhile
                 key = key_of(tenant, known[0])
-                self._suspects.check_dataset(key)
+                self._suspects.check(key)
                 with suppress(DatasetNotFoundError):
                     return _info(self._store.find(key), known[1])
             reserve = partial(self._admission.reserved, tenant)
@@ -388,7 +388,7 @@ class Servicer:
         key, size, evicted = found.key, found.layout.nbytes, 0
         self._registry.add(found)
         try:
-            self._suspects.check_dataset(key)
+            self._suspects.check(key)
             with self._registry.use(key) as data:
                 while True:
                     try:
@@ -411,7 +411,7 @@ class Servicer:
         """Describe a data set if it is resident, and renew its lease."""
         request = codec.parse_message(pb.GetVariablesRequest, message)
         key = key_of(context.record.tenant, codec.check_content_id(request.content_id))
-        self._suspects.check_dataset(key)
+        self._suspects.check(key)
         return _info(self._store.find(key))
 
     def release_variables(self, message: bytes, context: Call) -> bytes:

@@ -7,18 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.servers.examples import an_evaluation
+from support.servers.examples import DATA, an_evaluation
 from warpfit.errors import FailedPreconditionError
 from warpfit.losses import huber
-from warpfit.request import Loss
+from warpfit.request import FitSettings, Loss
 from warpfit.searching import Form, SearchRequest
-from warpfit_server.ipc.quarantine import (
-    ClearedSuspect,
-    InterruptedBatch,
-    Quarantine,
-    digest,
-    search_digest,
-)
+from warpfit_server.ipc.engine_connection import InFlightRequest
+from warpfit_server.ipc.quarantine import BatchOutcome, Quarantine, Suspects, digest
 from warpfit_server.ipc.segments import ALONE, BEGUN, PROVEN
 
 D, E = b"data set", b"another one"
@@ -40,7 +35,7 @@ class Engines:
         self.number += 1
         for batch in batches:
             state = ALONE if batch in alone else PROVEN if batch in proven else BEGUN
-            self.quarantine.report(InterruptedBatch(self.number, dataset, batch, state))
+            self.quarantine.report(BatchOutcome(dataset, batch, self.number, state))
         if blamed:
             self.quarantine.engine_died(self.number, loading)
 
@@ -80,7 +75,7 @@ class TestQuarantine:
         engines.die(b"culprit", b"innocent", alone=[b"culprit"])
         assert engines.refuses(b"culprit") == "BATCH_QUARANTINED"
         assert engines.refuses(b"innocent") is None
-        engines.quarantine.report(ClearedSuspect(D, b"innocent"))
+        engines.quarantine.report(BatchOutcome(D, b"innocent"))
         assert engines.seconds(b"innocent") == 0.0
 
     def test_a_slow_batch_that_engines_died_of_beside_others_is_refused(self, engines):
@@ -104,7 +99,7 @@ class TestQuarantine:
             beside = [] if suspect else data.draw(st.lists(st.sampled_from(innocents)))
             engines.number += 1
             reports = [
-                InterruptedBatch(engines.number, D, batch, ALONE if suspect else BEGUN)
+                BatchOutcome(D, batch, engines.number, ALONE if suspect else BEGUN)
                 for batch in data.draw(st.permutations([name, *beside]))
             ]
             early = data.draw(st.integers(0, len(reports)))
@@ -116,7 +111,7 @@ class TestQuarantine:
             for innocent in {*beside}:  # their clients repeat them, and they end
                 if engines.refuses(innocent, D) != "DATASET_QUARANTINED":
                     assert engines.seconds(innocent, D) == 2.0
-                    engines.quarantine.report(ClearedSuspect(D, innocent))
+                    engines.quarantine.report(BatchOutcome(D, innocent))
         assert max(crashes) <= 2
         assert not any(engines.refuses(innocent) for innocent in innocents)
 
@@ -126,7 +121,7 @@ class TestQuarantine:
         engines.die(loading=D)
         assert engines.refuses(b"x", D) == "DATASET_QUARANTINED"
         with pytest.raises(FailedPreconditionError):
-            engines.quarantine.suspects.check_dataset(D)
+            engines.quarantine.suspects.check(D)
 
     def test_a_data_set_on_which_two_batches_crash_engines_is_refused(self, engines):
         engines.die(b"one", b"innocent")
@@ -150,11 +145,11 @@ class TestQuarantine:
         engines.die(b"culprit", b"suspect")
         engines.die(b"culprit", alone=[b"culprit"])
         engines.now += 601.0
-        engines.quarantine.expire()
+        engines.quarantine.count()
         assert engines.seconds(b"suspect") == 0.0
         assert engines.refuses(b"culprit") == "BATCH_QUARANTINED"
         engines.now += 3000.0
-        engines.quarantine.expire()
+        engines.quarantine.count()
         assert engines.refuses(b"culprit") is None
 
     def test_changes_are_published_and_older_lists_are_ignored(self, engines):
@@ -162,9 +157,9 @@ class TestQuarantine:
         engines.quarantine.on_change = published.append
         engines.die(b"culprit")
         engines.die(b"culprit", alone=[b"culprit"])
-        engines.quarantine.expire()
+        engines.quarantine.count()
         assert [known.version for known in published] == [1, 2]
-        other = Quarantine().suspects
+        other = Suspects()
         for known in reversed(published):
             other.update(known)
         with pytest.raises(FailedPreconditionError, match="died of this batch"):
@@ -184,8 +179,8 @@ def test_the_digest_covers_the_whole_request():
         replace(asked, batch=replace(batch, values=batch.values + 1)),
     ]
     names = {digest(one) for one in (asked, *others)}
-    names.add(digest(asked, {"lower": np.zeros(3)}))
-    names.add(digest(asked, {"upper": np.zeros(3)}))
+    names.add(digest(asked, FitSettings(lower=np.zeros(3))))
+    names.add(digest(asked, FitSettings(upper=np.zeros(3))))
     assert len(names) == len(others) + 3
     assert digest(asked) == digest(an_evaluation(loss=Loss.MSE))
 
@@ -194,6 +189,10 @@ def test_a_search_that_goes_on_has_the_digest_that_it_had():
     search = SearchRequest(D, max_seconds=10.0)
     guesses = an_evaluation().batch
     later = replace(search, guesses=guesses, max_seconds=3.0, seed=1, max_generations=7)
-    assert search_digest(later) == search_digest(search)
+
+    def name(request):
+        return InFlightRequest.of_search(request, DATA.layout, request.max_seconds).digest()
+
+    assert name(later) == name(search)
     for change in ({"dataset_id": E}, {"form": Form.PLAIN}, {"operators": {"add": 1.0}}):
-        assert search_digest(replace(search, **change)) != search_digest(search)
+        assert name(replace(search, **change)) != name(search)

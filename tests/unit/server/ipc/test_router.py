@@ -27,7 +27,7 @@ from warpfit.searching import (
 )
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import InFlightRequest, unavailable
-from warpfit_server.ipc.quarantine import InterruptedBatch, KnownSuspects, Quarantine
+from warpfit_server.ipc.quarantine import BatchOutcome, Quarantine, Suspects
 from warpfit_server.ipc.router import ParallelSearch, Router, SplitRequest, merged, seeded
 from warpfit_server.ipc.segments import BEGUN, SegmentPool
 from warpfit_server.tenants import QuotaTable
@@ -80,7 +80,7 @@ class FrontEnd:
         self.connections = [Connection(pool) for _ in range(engines)]
         self.labels = [f"cpu:{number}" for number in range(engines)]
         self.table = QuotaTable.create(2, engines)
-        self.suspects = KnownSuspects()
+        self.suspects = Suspects()
         self.router = Router(self.connections, self.labels, self.table, self.suspects)
         self.router.serving = frozenset(self.labels)
 
@@ -217,8 +217,8 @@ class TestSplitting:
         whole = InFlightRequest.of_evaluation(evaluation(), DATASET.layout)
         quarantine = Quarantine()
         quarantine.engine_died(1, loading=None)
-        quarantine.report(InterruptedBatch(1, DATASET.content_id, whole.digest(), BEGUN))
-        front.suspects.update(quarantine.current)
+        quarantine.report(BatchOutcome(DATASET.content_id, whole.digest(), 1, BEGUN))
+        front.suspects.update(quarantine.suspects)
         assert isinstance(self.split(front), InFlightRequest)
 
 

@@ -20,7 +20,7 @@ from support.servers.server import eventually, tenants_file, token_file
 from warpfit.errors import REQUEST_ID_KEY, UnavailableError
 from warpfit_server.admission import Admission
 from warpfit_server.config import Config
-from warpfit_server.ipc.quarantine import KnownSuspects
+from warpfit_server.ipc.quarantine import Suspects
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.logs import Observer, Recorder
 from warpfit_server.rpc import calls
@@ -444,7 +444,7 @@ class TestDecoding:
             tenants = TenantLimits(config.limits(), None, shared=False)
             admission = Admission(config, tenants, QuotaTable.create(1))
             registry, router = SimpleNamespace(use=use), SimpleNamespace(start=begin)
-            own = registry, router, KnownSuspects(), admission, SegmentPool(0), config
+            own = registry, router, Suspects(), admission, SegmentPool(0), config
             return start(partial(Servicer(None, *own)._serve, fits=False))
 
         return decode
