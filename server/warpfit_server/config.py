@@ -379,7 +379,11 @@ class Config:
             epilog="Each flag --some-name may also be set as WARPFIT_SOME_NAME. Sizes may be "
             "written like 256MiB.",
         )
-        parser.logs_json = _wants_json(arguments, environment)
+        form = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+        form.add_argument("--log-format", default=environment.get("WARPFIT_LOG_FORMAT", ""))
+        with suppress(argparse.ArgumentError):  # of a flag without its value
+            found = str(form.parse_known_args(arguments)[0].log_format)
+            parser.logs_json = found.lower() == "json"
         for sentence in unknown_variables(environment, CLIENT_VARIABLES | SERVER_VARIABLES):
             parser.error(sentence)
         for setting in fields(cls):
@@ -413,16 +417,6 @@ class _Parser(CommandParser):
             super().error(message)
         tell(json_line(self.with_remedy(message), "error", reason="BAD_OPTION"))
         raise SystemExit(2)
-
-
-def _wants_json(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> bool:
-    """Return whether the log is JSON, before the other settings are read."""
-    form = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    form.add_argument("--log-format", default=environment.get("WARPFIT_LOG_FORMAT", ""))
-    try:
-        return str(form.parse_known_args(arguments)[0].log_format).lower() == "json"
-    except argparse.ArgumentError:  # a flag without its value
-        return False
 
 
 def _parser_of(setting: Any) -> Callable[[str], Any]:

@@ -40,8 +40,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--engine", choices=(_CPU, "cuda"), default=_CPU, help="default: cpu")
     parser.add_argument(
         "--architectures",
-        type=_architectures,
-        default=(),
         metavar="80,90,...",
         help="compute capabilities for the CUDA engine; no GPU is needed",
     )
@@ -49,7 +47,16 @@ def main(arguments: Sequence[str]) -> int:
         "--cache-dir", type=Path, metavar="DIR", help="default: the user's cache directory"
     )
     options = parser.parse_args(arguments)
-    if (options.engine == _CPU) == bool(options.architectures):
+    text, architectures = options.architectures, list[int]()
+    if text is not None:
+        try:
+            architectures = [int(word) for word in text.split(",")]
+        except ValueError:
+            parser.error(f"argument --architectures: {text!r} is no list such as 80,90")
+        if not all(_LEAST <= architecture <= _MOST for architecture in architectures):
+            what = f"{text!r}: 9.0 is written 90, and {_LEAST} is the least"
+            parser.error(f"argument --architectures: {what}")
+    if (options.engine == _CPU) == bool(architectures):
         raise InvalidArgumentError(
             "--architectures belongs to --engine cuda",
             "BAD_OPTION",
@@ -62,10 +69,10 @@ def main(arguments: Sequence[str]) -> int:
     os.chdir(directory)  # in the working directory Numba would look for a file of settings
     cores = available_cores()
     jobs: dict[str, Callable[[], None]] = {}
-    if options.architectures:
+    if architectures:
         from warpfit_server.engine.cuda import parts as cuda
 
-        for architecture in options.architectures:
+        for architecture in architectures:
             name = f"the CUDA engine for compute capability {architecture / 10}"
             jobs[name] = partial(cuda.precompile, directory, architecture, cores)
     else:
@@ -78,13 +85,3 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
     print(f"warpfit: the code is in {directory}")
     return 0
-
-
-def _architectures(text: str) -> tuple[int, ...]:
-    try:
-        found = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list such as 80,90") from None
-    if not all(_LEAST <= architecture <= _MOST for architecture in found):
-        raise argparse.ArgumentTypeError(f"{text!r}: 9.0 is written 90, and {_LEAST} is the least")
-    return found

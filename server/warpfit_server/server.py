@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Final
 
 from warpfit_server.dataset_store import DatasetStore
@@ -82,9 +83,11 @@ class Server:
         probed = self._stack.enter_context(self.datasets.pin(key))
         for supervisor in supervisors:
             supervisor.load(probed).result()
-        self.watchdog = Watchdog(
-            config, self.engines, probes, probed, self._front_ends, self._do_chores
+        chores = (
+            self.engines.quarantine.count,
+            partial(self.datasets.expire, config.lease_seconds),
         )
+        self.watchdog = Watchdog(config, self.engines, probes, probed, self._front_ends, chores)
 
     def _reserve(self, host: str, port: int, flag: str) -> int:
         """Reserve a port for the front ends; return its number."""
@@ -150,10 +153,6 @@ class Server:
         self.watchdog.stop()
         self._stack.close()
         self.engines.stop()
-
-    def _do_chores(self) -> None:
-        self.engines.quarantine.count()
-        self.datasets.expire(self.config.lease_seconds)
 
     def processes(self) -> dict[str, int]:
         """Return the process ids by role."""

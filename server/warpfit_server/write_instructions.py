@@ -13,9 +13,8 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import llvmlite.binding as llvm
 from numba import config
@@ -52,23 +51,9 @@ def write(path: Path = INSTRUCTIONS) -> None:
 
 
 def _write_here(path: Path) -> None:
+    """Load all parts, and write the instructions of the functions that caches keep."""
     of_sources, found = stamp(), {}
     assert config.CPU_NAME, "these instructions would be made of those that are there"
-    for function, signature, compiled in _compiled_functions():
-        instructions = compiled.library.instructions
-        named = [one.name for one in llvm.parse_assembly(instructions).global_variables]
-        known = [lookup_environment(name) for name in named if "NumbaEnv" in name]
-        environments = tuple([one for one in known if one is not None and one.can_cache()])
-        _, descriptor, environment, types, is_object, lifted, _, initial, _ = compiled._reduce()
-        rest = descriptor, environment, types, is_object, lifted, "", initial, environments
-        fields = Function(str(signature), compiled.library.name, instructions, rest)
-        found[name_of(function)] = dumps(tuple(fields))
-    functions = pickle.dumps(dict(sorted(found.items())), protocol=4)
-    path.write_bytes(lzma.compress(of_sources.encode() + b"\n" + functions, preset=9))
-
-
-def _compiled_functions() -> Iterator[tuple[Any, Any, Any]]:
-    """Load all parts; yield functions that caches keep, with their types and their code."""
     for part in parts.PARTS.values():
         part.load()
     for group in cuda.GROUPS:
@@ -82,8 +67,18 @@ def _compiled_functions() -> Iterator[tuple[Any, Any, Any]]:
     }
     for function in functions:
         for signature, compiled in function.overloads.items():
-            if isinstance(compiled.library, Whole):
-                yield function.py_func, signature, compiled
+            if not isinstance(compiled.library, Whole):
+                continue
+            instructions = compiled.library.instructions
+            named = [one.name for one in llvm.parse_assembly(instructions).global_variables]
+            known = [lookup_environment(name) for name in named if "NumbaEnv" in name]
+            environments = tuple([one for one in known if one is not None and one.can_cache()])
+            _, descriptor, environment, types, is_object, lifted, _, initial, _ = compiled._reduce()
+            rest = descriptor, environment, types, is_object, lifted, "", initial, environments
+            fields = Function(str(signature), compiled.library.name, instructions, rest)
+            found[name_of(function.py_func)] = dumps(tuple(fields))
+    written = pickle.dumps(dict(sorted(found.items())), protocol=4)
+    path.write_bytes(lzma.compress(of_sources.encode() + b"\n" + written, preset=9))
 
 
 if __name__ == "__main__":

@@ -303,7 +303,11 @@ class Loop:
             connection = self._connections[descriptor]
             try:
                 for message, file in connection.channel.receive_waiting():
-                    self._handle(connection, message, file)
+                    if (new := connection.receive(message, file)) is not None:
+                        self._runner.plan_merging(new)
+                        with self._lock:
+                            self._scheduler.add(new)
+                            self._engine.others_wait(True)
             except ChannelClosedError:  # the front end is gone
                 self._poll.unregister(descriptor)
                 del self._connections[descriptor]
@@ -314,25 +318,6 @@ class Loop:
                 if self._once:
                     self._poll.modify(descriptor, select.EPOLLIN | self._once)
         return bool(found)
-
-    def _handle(
-        self, connection: FrontEndConnection, message: messages.Message, descriptor: int | None
-    ) -> None:
-        match message:
-            case messages.UnmapSegment():
-                connection.segments.pop(message.segment, None)
-            case messages.SubmitEvaluation():
-                try:
-                    request = connection.receive(message, descriptor)
-                except WarpfitError as error:
-                    connection.send(messages.RequestFinished(message.request, error=error))
-                    return
-                self._runner.plan_merging(request)
-                with self._lock:
-                    self._scheduler.add(request)
-                    self._engine.others_wait(True)
-            case _:
-                raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
 
     # ------------------------------------------------------------------------- answering
 

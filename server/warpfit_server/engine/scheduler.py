@@ -51,7 +51,15 @@ from warpfit.errors import InternalError, WarpfitError
 from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine.interface import Engine, Outputs, Steps
 from warpfit_server.engine.native.intrinsics import array_address
-from warpfit_server.ipc.messages import Channel, ChannelClosedError, Reply, SubmitEvaluation
+from warpfit_server.ipc.messages import (
+    Channel,
+    ChannelClosedError,
+    Message,
+    Reply,
+    RequestFinished,
+    SubmitEvaluation,
+    UnmapSegment,
+)
 from warpfit_server.ipc.segments import ALONE, BEGUN, PROVEN, Segment
 from warpfit_server.shared_batch import SharedBatch
 from warpfit_server.tenants import PROBE
@@ -280,10 +288,15 @@ class Scheduler(Generic[Item]):
     def _next_of_tenants(self) -> list[Item]:
         """Take requests of the tenant that has been charged least, or begin a suspect's turn."""
         tenants = [tenant for tenant in self._tenants.values() if tenant.is_waiting]
-        if tenants and self._is_crowded():
-            began = max(tenant.began for tenant in self._tenants.values() if tenant.running)
-            is_overdue = began < self._clock() - _OVERDUE
-            tenants = [tenant for tenant in tenants if is_overdue and not tenant.running]
+        if tenants and self._shares_cores and self._begun:
+            others = [tenant for name, tenant in self._tenants.items() if name != PROBE]
+            recently = self._virtual_time - _ACTIVE
+            active = sum(tenant.is_waiting or tenant.charge > recently for tenant in others)
+            running = [tenant for tenant in others if tenant.running]
+            if running and active > 1:  # a step would slow down another one
+                began = max(tenant.began for tenant in self._tenants.values() if tenant.running)
+                is_overdue = began < self._clock() - _OVERDUE
+                tenants = [tenant for tenant in tenants if is_overdue and not tenant.running]
         if not tenants:
             return []
         tenant = min(tenants, key=lambda t: t.charge)
@@ -313,16 +326,6 @@ class Scheduler(Generic[Item]):
         tenant.remove(request)
         tenant.running, tenant.began = tenant.running + 1, self._clock()
         self._waiting -= 1
-
-    def _is_crowded(self) -> bool:
-        """Tell whether a step would slow down another one while several tenants are active."""
-        if not (self._shares_cores and self._begun):
-            return False
-        tenants = [tenant for name, tenant in self._tenants.items() if name != PROBE]
-        if not any(tenant.running for tenant in tenants):
-            return False
-        recently = self._virtual_time - _ACTIVE
-        return sum(tenant.is_waiting or tenant.charge > recently for tenant in tenants) > 1
 
     def _take(self, tenant: _TenantQueue[Item], first: Item) -> list[Item]:
         """Take a request of a tenant, with those merged with it, from the tenants in turn.
@@ -388,21 +391,32 @@ class FrontEndConnection:
         self.on_map: Callable[[Segment], None] = lambda segment: None
         """Called with each segment when it has been mapped."""
 
-    def receive(self, problem: SubmitEvaluation, descriptor: int | None) -> Request:
-        """Make a request of a message; map its segment if it is a new one.
+    def receive(self, message: Message, descriptor: int | None) -> Request | None:
+        """Take in a message; return the request if it is one that can be served.
+
+        The segment of a request is mapped if it is a new one. A request without one is answered.
 
         Raises:
-            ResourceExhaustedError: if this process cannot map it; the front end is not told.
-            InternalError: if it is too small for what it should have.
+            InternalError: for a message that front ends do not send.
         """
-        number = problem.segment
-        if descriptor is not None or number not in self.segments:
-            self.segments[number] = Segment.received(number, descriptor, problem.size)
-            self.on_map(self.segments[number])
-        segment = self.segments[number]
-        if problem.segment_layout.nbytes > segment.size:  # compiled code would read beyond its end
-            raise InternalError(f"a segment of {segment.size} bytes is too small", "BAD_MESSAGE")
-        request = Request(self, problem, segment)
+        if isinstance(message, UnmapSegment):
+            self.segments.pop(message.segment, None)
+            return None
+        if not isinstance(message, SubmitEvaluation):
+            raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
+        number = message.segment
+        try:
+            if descriptor is not None or number not in self.segments:
+                self.segments[number] = Segment.received(number, descriptor, message.size)
+                self.on_map(self.segments[number])
+            segment = self.segments[number]
+            if message.segment_layout.nbytes > segment.size:  # code would read beyond its end
+                text = f"a segment of {segment.size} bytes is too small"
+                raise InternalError(text, "BAD_MESSAGE")
+        except WarpfitError as error:
+            self.send(RequestFinished(message.request, error=error))
+            return None
+        request = Request(self, message, segment)
         self.requests.add(request)
         return request
 

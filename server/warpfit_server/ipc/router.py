@@ -116,14 +116,9 @@ class KnownDataset:
             future = self._loading.get(engine)
             if future is None:
                 future = self._loading[engine] = self._load(engine, self.key)
-                future.add_done_callback(lambda ended: self._loaded(engine, ended))
+                # The next call asks again if it has failed; if not, `Registry.held` comes first.
+                future.add_done_callback(lambda _: self._loading.pop(engine, None))
         return future
-
-    def _loaded(self, engine: int, ended: Future[None]) -> None:
-        """Take note of the end of a load; the next call asks again if it failed."""
-        self._loading.pop(engine, None)
-        if ended.exception() is None:
-            self.engines |= {engine}
 
 
 class Registry:

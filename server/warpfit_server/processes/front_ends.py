@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 from warpfit.child_processes import python_child
@@ -341,7 +340,12 @@ class FrontEnds:
         def load(engine: int, key: bytes) -> Future[None]:
             with datasets.pin(key) as dataset:
                 loading = self.engines.load(engine, dataset)
-            loading.add_done_callback(partial(self._loaded, engine, key))
+
+            def tell(ended: Future[None]) -> None:
+                if ended.exception() is None:
+                    self.tell_all(messages.DatasetHeld(engine, key))
+
+            loading.add_done_callback(tell)
             return loading
 
         def describe(tenant: str) -> tuple[Sequence[Any], int]:
@@ -361,8 +365,3 @@ class FrontEnds:
             "remember_file": datasets.remember_file,
             "describe": describe,
         }
-
-    def _loaded(self, engine: int, key: bytes, ended: Future[None]) -> None:
-        """Tell every process that an engine has loaded a data set."""
-        if ended.exception() is None:
-            self.tell_all(messages.DatasetHeld(engine, key))

@@ -286,7 +286,7 @@ class Watchdog:
         probes: Sequence[Probe],
         probed: StoredDataset,
         front_ends: FrontEnds,
-        chores: Callable[[], None] = lambda: None,
+        chores: Sequence[Callable[[], object]] = (),
     ) -> None:
         self._config, self._front_ends, self._chores = config, front_ends, chores
         self.readiness = Readiness(front_ends.announce_readiness)
@@ -345,10 +345,10 @@ class Watchdog:
                 _LOG.warning("the main process did not run for %.1f s", now - looked)
                 self.resumed = now
             looked = now
-            looks: list[Callable[[], None]] = [
+            looks: list[Callable[[], object]] = [
                 partial(engine.look, now, now - self.resumed) for engine in self.engines
             ]
-            looks += [partial(self.look_at_front_ends, now), self._chores]
+            looks += [partial(self.look_at_front_ends, now), *self._chores]
             for look in looks:
                 try:
                     look()

@@ -208,15 +208,23 @@ class OpenCalls:
         self.total = 0
         """Open calls of all tenants."""
 
-    def enter(self, tenant: str) -> bool:
-        """Count a call; return False if its tenant has too many."""
+    def enter(self, tenant: str) -> None:
+        """Count a call.
+
+        Raises:
+            ResourceExhaustedError: if its tenant has too many.
+        """
         with self._lock:
             own, free = self._counts.get(tenant, 0), self._most - self.total
             if free <= 0 or (self._is_shared and own >= free):
-                return False
+                raise ResourceExhaustedError(
+                    "as many calls are open as this tenant may have",
+                    "TOO_MANY_REQUESTS",
+                    "Retry with back-off, or start the server with a higher --max-requests",
+                    retry_after=_RETRY_SECONDS,
+                )
             self._counts[tenant] = own + 1
             self.total += 1
-        return True
 
     def leave(self, tenant: str) -> None:
         """Count a call no more."""
@@ -471,7 +479,17 @@ class Call:
                 if last is not None:
                     handlers.timeouts.begin(context, handlers.message_seconds)
                     yield last
-                message = self._await_request() if self._nbytes else None
+                if not self._nbytes:
+                    break
+                handlers.waiting.add(context)
+                handlers.timeouts.begin(context, _IDLE_SECONDS)
+                try:
+                    message = None if handlers.is_draining else next(self._messages, None)
+                except grpc.RpcError:  # the client has gone, or the time is up
+                    break
+                finally:
+                    handlers.timeouts.end(context)
+                    handlers.waiting.discard(context)
                 if message is None:
                     break
             if not self._has_failed:
@@ -500,7 +518,7 @@ class Call:
             limits = self.limits = admission.limits(tenant)
             admission.check_rate(tenant, limits.rate)
             if not self._is_open:
-                handlers.make_way(tenant, self._open)
+                handlers.make_way(tenant, partial(handlers.open_calls.enter, tenant))
                 self._is_open = True
             if message is None:
                 handlers.make_way(tenant, partial(admission.await_message, tenant))
@@ -511,20 +529,6 @@ class Call:
             return False
         self._observer.begin(self.record)
         return True
-
-    def _open(self) -> None:
-        """Count the call as open.
-
-        Raises:
-            ResourceExhaustedError: if its tenant has too many.
-        """
-        if not self._handlers.open_calls.enter(self.record.tenant):
-            raise ResourceExhaustedError(
-                "as many calls are open as this tenant may have",
-                "TOO_MANY_REQUESTS",
-                "Retry with back-off, or start the server with a higher --max-requests",
-                retry_after=_RETRY_SECONDS,
-            )
 
     def _take_place(self) -> int:
         """Return 1 if the present request is a call in flight, which it then is no more, else 0."""
@@ -692,19 +696,6 @@ class Call:
                     record.suspended += time.monotonic_ns() - made
         finally:
             answer.close()
-
-    def _await_request(self) -> bytes | None:
-        """Wait for the next request of the call; return None if there is none."""
-        handlers, context = self._handlers, self._context
-        handlers.waiting.add(context)
-        handlers.timeouts.begin(context, _IDLE_SECONDS)
-        try:
-            return None if handlers.is_draining else next(self._messages, None)
-        except grpc.RpcError:  # the client has gone, or the time is up
-            return None
-        finally:
-            handlers.timeouts.end(context)
-            handlers.waiting.discard(context)
 
 
 def _too_large(nbytes: int, most: int) -> ResourceExhaustedError:

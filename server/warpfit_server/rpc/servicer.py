@@ -182,7 +182,7 @@ class Servicer:
                 try:
                     context.on_end(in_flight.cancel)
                     if fits:
-                        return (yield from self._stream_fit(in_flight, record))
+                        return (yield from self._stream_progress(in_flight, record))
                     own = in_flight, data.layout, record
                     return (yield from self._stream_result(*own, pieces=pieces))
                 finally:
@@ -244,15 +244,25 @@ class Servicer:
             yield from codec.array_pieces(name, arrays.pop(name), 0, self._chunk_bytes)
         return message + codec.result_end(timings, arrays)
 
-    def _stream_fit(self, in_flight: InFlightRequest | SplitRequest, record: CallRecord) -> Answer:
-        """Send progress, and return the result."""
+    def _stream_progress(
+        self, in_flight: InFlightRequest | SplitRequest | ParallelSearch, record: CallRecord
+    ) -> Answer:
+        """Send the progress of a fit or a search, and return its end."""
+        last = b""
         while True:
             reply = in_flight.next_reply()
             if isinstance(reply, messages.FitProgressed):
                 yield codec.progress_to_bytes(reply.progress)
+            elif isinstance(reply, messages.SearchProgressed):
+                record.programs = reply.progress.formulas
+                last = search_codec.progress_to_bytes(reply.progress)
+                if reply.progress.reason is None:
+                    yield last
             elif isinstance(reply, messages.RequestFinished):
-                arrays: Any = in_flight.segment_layout.results(in_flight.segment)
                 timings = self._record_answer(in_flight, record)
+                if isinstance(in_flight, ParallelSearch):
+                    return last + search_codec.search_end(timings)
+                arrays: Any = in_flight.segment_layout.results(in_flight.segment)
                 return codec.fit_to_bytes(FitResult(**arrays, timings=timings))
 
     def search(self, message: bytes, context: Call) -> Answer:
@@ -289,7 +299,7 @@ class Servicer:
                     try:
                         context.on_end(in_flight.cancel)
                         data.call_on_withdrawal(in_flight.cancel)
-                        return (yield from self._stream_search(in_flight, record))
+                        return (yield from self._stream_progress(in_flight, record))
                     except CancelledError as error:
                         if data.is_withdrawn and context.is_active():
                             raise DatasetNotFoundError from error
@@ -300,19 +310,6 @@ class Servicer:
         except DatasetNotFoundError:
             self._registry.forget(key)
             raise
-
-    def _stream_search(self, in_flight: ParallelSearch, record: CallRecord) -> Answer:
-        """Send progress, and return the last message."""
-        last = b""
-        while True:
-            reply = in_flight.next_reply()
-            if isinstance(reply, messages.SearchProgressed):
-                record.programs = reply.progress.formulas
-                last = search_codec.progress_to_bytes(reply.progress)
-                if reply.progress.reason is None:
-                    yield last
-            elif isinstance(reply, messages.RequestFinished):
-                return last + search_codec.search_end(self._record_answer(in_flight, record))
 
     def _record_answer(
         self, in_flight: InFlightRequest | SplitRequest | ParallelSearch, record: CallRecord

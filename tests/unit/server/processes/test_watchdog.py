@@ -156,7 +156,7 @@ class Watching(Watchdog):
     def __init__(self, looks, hang_seconds=30.0, seconds=()):
         config, self.looks, self.clock = Config(hang_seconds=hang_seconds), looks, 100.0
         nobody = SimpleNamespace(supervisors=[], announce_readiness=lambda: None, told_at=math.inf)
-        super().__init__(config, nobody, [], None, nobody, lambda: looks.append("chores"))
+        super().__init__(config, nobody, [], None, nobody, [lambda: looks.append("chores")])
         self.engines = [SimpleNamespace(look=self.look)]
         self._stopped = SimpleNamespace(wait=self.wait)
         self.seconds = [*seconds]
