@@ -412,8 +412,8 @@ class Parent:
         return any(event & (select.POLLHUP | select.POLLERR) for _, event in events)
 
 
-class StuckDetector:
-    """Ends this process when an evaluation has ignored its cancellation for too long.
+class StuckDetector(threading.Thread):
+    """Ends this process when an evaluation has ignored its cancellation for too long; a thread.
 
     Args:
         patience: seconds that an evaluation may take to stop.
@@ -425,13 +425,10 @@ class StuckDetector:
         patience: float,
         flags: Callable[[], Iterable[tuple[Hashable, NDArray[np.uint8]]]],
     ) -> None:
+        super().__init__(name="stuck-detector", daemon=True)
         self._patience = patience
         self._flags = flags
         self._since: dict[Hashable, float] = {}
-
-    def start(self) -> None:
-        """Start the thread that looks."""
-        threading.Thread(target=self._watch, name="stuck-detector", daemon=True).start()
 
     def is_stuck(self, now: float) -> bool:
         """Note which evaluations are cancelled; return whether one has been for too long."""
@@ -439,7 +436,8 @@ class StuckDetector:
         self._since = {evaluation: self._since.get(evaluation, now) for evaluation in cancelled}
         return any(now - since > self._patience for since in self._since.values())
 
-    def _watch(self) -> None:
+    def run(self) -> None:
+        """Look until an evaluation is stuck, then end this process."""
         while not self.is_stuck(time.monotonic()):
             time.sleep(self._patience / 10)
         _PROCESSES_LOG.error("an evaluation does not stop; the supervisor starts a new process")

@@ -94,31 +94,15 @@ class RequestRunner:
         self._datasets = datasets
         self._chunk_bytes = chunk_bytes
         self._finalizer = Finalizer()
-        self._merger = Merger(engine)
+        self.plan_merging = Merger(engine).plan
+        """Sets what the scheduler needs to merge a new request with others."""
 
     def begin(self, request: Request) -> Steps[Timings]:
-        """Return the steps of a request; after the last one its results are in its segment."""
+        """Run a request, part by part; after the last step its results are in its segment."""
         if request.problem.fit is not None:
-            return self._optimize(request, *request.problem.fit)
+            return (yield from self._optimize(request, *request.problem.fit))
         if request.problem.search is not None:
-            return self._search(request, *request.problem.search)
-        return self._evaluate(request)
-
-    def plan_merging(self, request: Request) -> None:
-        """Set what the scheduler needs to merge a new request with others."""
-        self._merger.plan(request)
-
-    def begin_merged(self, requests: Sequence[Request]) -> Steps[Timings]:
-        """Evaluate requests with the same `merge_key` as one batch; fill in the results of each."""
-        merged, outputs = join(requests)
-        timings = yield from self._datasets.evaluate(merged, outputs)
-        dataset = self._datasets.whole(merged.dataset_id)
-        yield from self._finalizer.finalize(merged, dataset, outputs)
-        hand_out(outputs, requests)
-        return timings
-
-    def _evaluate(self, request: Request) -> Steps[Timings]:
-        """Evaluate one part of the batch after the other, into the segment."""
+            return (yield from self._search(request, *request.problem.search))
         evaluation = request.evaluation
         dataset = self._datasets.whole(evaluation.dataset_id)
         results = request.problem.segment_layout.results(request.segment)
@@ -156,6 +140,15 @@ class RequestRunner:
             sums = replace(timings, **added)
             yield None
         return sums
+
+    def begin_merged(self, requests: Sequence[Request]) -> Steps[Timings]:
+        """Evaluate requests with the same `merge_key` as one batch; fill in the results of each."""
+        merged, outputs = join(requests)
+        timings = yield from self._datasets.evaluate(merged, outputs)
+        dataset = self._datasets.whole(merged.dataset_id)
+        yield from self._finalizer.finalize(merged, dataset, outputs)
+        hand_out(outputs, requests)
+        return timings
 
     def _optimize(
         self, request: Request, settings: FitSettings, deadline: float | None

@@ -211,32 +211,29 @@ class EngineWatch:
     def _probe_forever(self) -> None:
         while not self._stopping.is_set():
             self._wake.clear()
-            self._ask()
+            started = self._asked = time.monotonic()
+            try:
+                is_right = self._probe.ask()
+            except Exception as error:
+                level = logging.DEBUG if isinstance(error, WarpfitError) else logging.ERROR
+                _LOG.log(level, "the probe of %s failed: %s", self.label, error)
+                # A new engine is no remedy if it is this process that lacks something.
+                if not isinstance(error, ResourceExhaustedError):
+                    self._failing = self._failing or started
+                self.answering_since = math.inf
+                if isinstance(error, DatasetNotFoundError):
+                    self._load_again()
+            else:
+                now = time.monotonic()
+                self.probe_seconds, self._failing = now - started, None
+                self.answering_since = min(self.answering_since, now) if is_right else math.inf
+                if not is_right:
+                    self._supervisor.replace("wrong_answer")
+            finally:
+                self._asked = None
+                self._publish()
             self._supervisor.ask_counters()
             self._wake.wait(self._config.probe_seconds)
-
-    def _ask(self) -> None:
-        started = self._asked = time.monotonic()
-        try:
-            is_right = self._probe.ask()
-        except Exception as error:
-            level = logging.DEBUG if isinstance(error, WarpfitError) else logging.ERROR
-            _LOG.log(level, "the probe of %s failed: %s", self.label, error)
-            # A new engine is no remedy if it is this process that lacks something.
-            if not isinstance(error, ResourceExhaustedError):
-                self._failing = self._failing or started
-            self.answering_since = math.inf
-            if isinstance(error, DatasetNotFoundError):
-                self._load_again()
-        else:
-            now = time.monotonic()
-            self.probe_seconds, self._failing = now - started, None
-            self.answering_since = min(self.answering_since, now) if is_right else math.inf
-            if not is_right:
-                self._supervisor.replace("wrong_answer")
-        finally:
-            self._asked = None
-            self._publish()
 
     def look(self, now: float, awake: float = math.inf) -> None:
         """Act on probes, and on starts of the engine, that take too long at ``now``.

@@ -13,6 +13,7 @@ import resource
 import threading
 import time
 from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -184,8 +185,8 @@ class _HealthMethods:
     def handlers(self) -> dict[str, Any]:
         """Return gRPC's handlers by the name of the method."""
         return {
-            "Check": grpc.stream_stream_rpc_method_handler(self._check),
-            "Watch": grpc.stream_stream_rpc_method_handler(self._watch),
+            "Check": grpc.stream_stream_rpc_method_handler(partial(self._serve, watches=False)),
+            "Watch": grpc.stream_stream_rpc_method_handler(partial(self._serve, watches=True)),
         }
 
     def close(self) -> None:
@@ -195,16 +196,25 @@ class _HealthMethods:
             time.sleep(_TELL_SECONDS / 20)
         self._watching.cancel_all()
 
-    def _check(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        request = self._read(messages, context)
-        if request is not None:
+    def _serve(self, messages: Iterator[bytes], context: Any, *, watches: bool) -> Iterator[bytes]:
+        if not self._reading.enter(context):
+            _refuse_excess(context)
+            return
+        self._timeouts.begin(context, _CALL_SECONDS)
+        try:
+            request = health_pb2.HealthCheckRequest.FromString(next(messages, b""))
+        except grpc.RpcError:  # the client has gone, or its time was up
+            return
+        except DecodeError:
+            _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "this is no HealthCheckRequest")
+            return
+        finally:
+            self._timeouts.end(context)
+            self._reading.leave(context)
+        if not watches:
             answer = self._servicer.Check(request, context)
             if context.code() is None:
                 yield answer.SerializeToString()
-
-    def _watch(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        request = self._read(messages, context)
-        if request is None:
             return
         if not self._watching.enter(context):
             _refuse_excess(context)
@@ -218,23 +228,6 @@ class _HealthMethods:
                     return
         finally:
             self._watching.leave(context)
-
-    def _read(self, messages: Iterator[bytes], context: Any) -> Any:
-        """Return the request of a call; None if the call has been refused, or has ended."""
-        if not self._reading.enter(context):
-            _refuse_excess(context)
-            return None
-        self._timeouts.begin(context, _CALL_SECONDS)
-        try:
-            return health_pb2.HealthCheckRequest.FromString(next(messages, b""))
-        except grpc.RpcError:  # the client has gone, or its time was up
-            return None
-        except DecodeError:
-            _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "this is no HealthCheckRequest")
-            return None
-        finally:
-            self._timeouts.end(context)
-            self._reading.leave(context)
 
 
 class HealthPort:

@@ -25,7 +25,7 @@ class Watched:
             starting_since=starting_since,
             replace=self.replaced.add,
             device=SimpleNamespace(label="cpu:0"),
-            ask_counters=lambda: None,
+            ask_counters=lambda: self.watchdog.stop(),
             is_stopped=is_stopped,
         )
         config = Config(hang_seconds=30.0)
@@ -37,7 +37,8 @@ class Watched:
         """Probe once; the outcome is an answer or an error."""
         ask = Mock(side_effect=[outcome])
         self.watchdog._probe = SimpleNamespace(ask=ask)
-        self.watchdog._ask()
+        self.watchdog._stopping.clear()
+        self.watchdog._probe_forever()  # once, because counters are asked for
 
 
 @pytest.mark.parametrize(("is_stopped", "cause"), [(False, "hung"), (True, "stopped")])
