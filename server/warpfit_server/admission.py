@@ -214,12 +214,8 @@ class Admission:
         share = self._share
         return self.quotas.acquire(tenant, amount, *self._waiting, share=share, held=held) is None
 
-    def leave(self, tenant: str, calls: int, nbytes: int) -> None:
-        """Count calls in flight and bytes of their messages no more."""
-        self.quotas.release(tenant, (calls, nbytes, 0))
-
-    def give_back(self, tenant: str, counted: tuple[int, int, int]) -> None:
-        """Count a request no more."""
+    def leave(self, tenant: str, counted: Sequence[int]) -> None:
+        """Count a request, or what is given of its `Amounts`, no more."""
         self.quotas.release(tenant, counted)
 
     def reserve(self, tenant: str, nbytes: int, message: int = 0, nanoseconds: int = 0) -> int:
@@ -278,7 +274,7 @@ class Admission:
         try:
             yield
         finally:
-            self.give_back(tenant, (0, nbytes, counted))
+            self.leave(tenant, (0, nbytes, counted))
 
     def _acquire(
         self,

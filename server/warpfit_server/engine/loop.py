@@ -208,7 +208,7 @@ class Loop:
                 self._finish(step, [])
                 return
             if step.is_merged:
-                step.steps = self._runner.begin_merged(step.wanted)
+                step.steps = self._runner.merger.begin(step.wanted)
             else:
                 request = step.wanted[0]
                 step.steps = request.steps = request.steps or self._runner.begin(request)
@@ -304,7 +304,7 @@ class Loop:
             try:
                 for message, file in connection.channel.receive_waiting():
                     if (new := connection.receive(message, file)) is not None:
-                        self._runner.plan_merging(new)
+                        self._runner.merger.plan(new)
                         with self._lock:
                             self._scheduler.add(new)
                             self._engine.others_wait(True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -44,7 +44,7 @@ from warpfit_server.engine.interface import (
     Steps,
     edges_of,
 )
-from warpfit_server.engine.scheduler import Merger, Request, hand_out, join
+from warpfit_server.engine.scheduler import Merger, Request
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.segments import FIT_SETTING_ARRAYS
 from warpfit_server.limits import MOST_SUMS, spans_of_long_programs
@@ -76,7 +76,7 @@ _BY_PARAMETERS: Final = frozenset(
 
 
 class RequestRunner:
-    """Makes the steps of requests, and runs merged evaluations.
+    """Makes the steps of requests.
 
     Args:
         engine: says which requests gain from being merged, and how many threads a fit may use.
@@ -94,8 +94,8 @@ class RequestRunner:
         self._datasets = datasets
         self._chunk_bytes = chunk_bytes
         self._finalizer = Finalizer()
-        self.plan_merging = Merger(engine).plan
-        """Sets what the scheduler needs to merge a new request with others."""
+        self.merger = Merger(engine, datasets, self._finalizer)
+        """Runs small requests as one batch."""
 
     def begin(self, request: Request) -> Steps[Timings]:
         """Run a request, part by part; after the last step its results are in its segment."""
@@ -140,15 +140,6 @@ class RequestRunner:
             sums = replace(timings, **added)
             yield None
         return sums
-
-    def begin_merged(self, requests: Sequence[Request]) -> Steps[Timings]:
-        """Evaluate requests with the same `merge_key` as one batch; fill in the results of each."""
-        merged, outputs = join(requests)
-        timings = yield from self._datasets.evaluate(merged, outputs)
-        dataset = self._datasets.whole(merged.dataset_id)
-        yield from self._finalizer.finalize(merged, dataset, outputs)
-        hand_out(outputs, requests)
-        return timings
 
     def _optimize(
         self, request: Request, settings: FitSettings, deadline: float | None

@@ -49,6 +49,7 @@ from numpy.typing import NDArray
 
 from warpfit.errors import InternalError, WarpfitError
 from warpfit.request import Evaluation, Precision, Tier, Timings
+from warpfit_server.engine.evaluation import Finalizer, LoadedDatasets
 from warpfit_server.engine.interface import Engine, Outputs, Steps
 from warpfit_server.engine.native.intrinsics import array_address
 from warpfit_server.ipc.messages import (
@@ -481,13 +482,13 @@ class Request(ScheduledRequest):
 
 
 class Merger:
-    """Decides which requests may be merged; safe to use from threads.
+    """Decides which requests may be merged, and evaluates them; safe to use from threads.
 
     A batch that has not come before is interpreted: no engine looks for what was compiled for it.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, datasets: LoadedDatasets, finalizer: Finalizer) -> None:
+        self._engine, self._datasets, self._finalizer = engine, datasets, finalizer
         self._seen: set[int] = set()
         self._older: set[int] = set()
 
@@ -540,6 +541,15 @@ class Merger:
                 return
             request.merge_from = least
         request.merge_key, request.size = key, max(work, numbers * step_size // most[1])
+
+    def begin(self, requests: Sequence[Request]) -> Steps[Timings]:
+        """Evaluate requests with the same `merge_key` as one batch; fill in the results of each."""
+        merged, outputs = join(requests)
+        timings = yield from self._datasets.evaluate(merged, outputs)
+        dataset = self._datasets.whole(merged.dataset_id)
+        yield from self._finalizer.finalize(merged, dataset, outputs)
+        hand_out(outputs, requests)
+        return timings
 
 
 def join(requests: Sequence[Request]) -> tuple[Evaluation, Outputs]:

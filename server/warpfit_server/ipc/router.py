@@ -327,7 +327,8 @@ class Router:
                 room for the data set.
         """
         batch, pool = request.evaluation.batch, self._connections[0].pool
-        request.alone = self._suspects.check(request.evaluation.dataset_id, request.digest)
+        if self._suspects.strikes:
+            request.alone = self._suspects.check(request.evaluation.dataset_id, request.digest)
         segment = pool.acquire(request.segment_layout.nbytes, request.tenant)
         sent: list[InFlightRequest] = []
         try:

@@ -497,7 +497,7 @@ class Call:
         finally:
             handlers.timeouts.end(context)
             if self._nbytes:
-                handlers.admission.leave(self.record.tenant, 0, self._nbytes)
+                handlers.admission.leave(self.record.tenant, (0, self._nbytes))
             if self._is_open:
                 handlers.open_calls.leave(self.record.tenant)
             if self._held_seconds:
@@ -540,7 +540,7 @@ class Call:
     def _leave_place(self) -> None:
         """Count the present request among the calls in flight no more."""
         if self._take_place():
-            self._handlers.admission.leave(self.record.tenant, 1, 0)
+            self._handlers.admission.leave(self.record.tenant, (1,))
 
     def _ended(self) -> None:
         """Take notice that the call has ended; gRPC calls this in a thread of its own.
@@ -607,7 +607,7 @@ class Call:
             if may_wait and handlers.admission.wait(tenant, counted):
                 self._nbytes = handlers.admission.message_bytes
             else:
-                handlers.admission.give_back(tenant, counted)
+                handlers.admission.leave(tenant, counted)
             is_well = not (self._has_failed or self._is_over)
             self._observer.end(self.record, "OK" if is_well else ended_status(self._context))
         return last

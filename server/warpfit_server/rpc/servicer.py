@@ -39,7 +39,7 @@ from warpfit.server_info import Device, Limits, ServerInfo
 from warpfit.transport.connection import check_secret
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.admission import Admission, CallCost, TenantTurns
-from warpfit_server.config import Config, WatchedFiles
+from warpfit_server.config import Config
 from warpfit_server.dataset_store import DataFolder, Upload, UploadStore
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import InFlightRequest
@@ -67,7 +67,7 @@ from warpfit_server.limits import (
 from warpfit_server.logs import CallRecord
 from warpfit_server.machine import cannot_listen, join_address
 from warpfit_server.rpc.calls import HELD_REFUSALS, Call, Method
-from warpfit_server.tenants import key_of
+from warpfit_server.tenants import WatchedFiles, key_of
 
 #: Time kept for the last pass and the way back of a partial answer, and as a share of the deadline.
 _ANSWER_SECONDS: Final = 0.05

@@ -46,7 +46,7 @@ def test_merged_requests_have_the_bits_that_they_have_alone(engine, flavour, los
         sent = InFlightRequest.of_evaluation(asked, data.layout, "me")
         sent.write(pool.acquire(sent.segment_layout.nbytes, "me"))
         made = Request(None, sent.message(), sent.segment)
-        runner.plan_merging(made)
+        runner.merger.plan(made)
         return made
 
     def results(requests):
@@ -60,7 +60,7 @@ def test_merged_requests_have_the_bits_that_they_have_alone(engine, flavour, los
         requests = [request(batch) for batch in turn]
         assert len({one.merge_key for one in requests}) == 1
         assert requests[0].merge_key is not None
-        run_to_end(runner.begin_merged(requests))
+        run_to_end(runner.merger.begin(requests))
         merged = results(requests)
         for one in requests:
             run_to_end(runner.begin(one))

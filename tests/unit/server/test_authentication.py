@@ -9,7 +9,7 @@ import pytest
 from support.servers.server import write_secret
 from warpfit.errors import InvalidArgumentError, UnauthenticatedError
 from warpfit.transport.connection import new_token, token_digest
-from warpfit_server import config
+from warpfit_server import tenants
 from warpfit_server.tenants import Authenticator, TokenFile
 
 
@@ -17,7 +17,7 @@ class TestTokens:
     @pytest.fixture(autouse=True)
     def settled(self, monkeypatch):
         """Files count as complete at once, so that tests need not wait."""
-        monkeypatch.setattr(config, "_SETTLE_SECONDS", 0.0)
+        monkeypatch.setattr(tenants, "_SETTLE_SECONDS", 0.0)
 
     def _file(self, tmp_path, text):
         return write_secret(tmp_path / "tokens", text)
@@ -35,11 +35,11 @@ class TestTokens:
         (token, line), (other, others_line) = new_token("a"), new_token("b")
         path = self._file(tmp_path, line)
         tokens = TokenFile(path)
-        monkeypatch.setattr(config, "_SETTLE_SECONDS", 30.0)
+        monkeypatch.setattr(tenants, "_SETTLE_SECONDS", 30.0)
         for text in (half, f"{half}{line}\n{others_line}"):
             path.write_text(text)
             assert self.look(tokens, token) == "a"
-        monkeypatch.setattr(config, "_SETTLE_SECONDS", 0.0)
+        monkeypatch.setattr(tenants, "_SETTLE_SECONDS", 0.0)
         assert [self.look(tokens, each) for each in (token, other)] == ["a", "b"]
 
     @pytest.mark.parametrize("text", ["", "# no token yet\n"])

@@ -28,7 +28,7 @@ from warpfit.parse import parse
 from warpfit.request import Evaluation, FitRequest, FitSettings, Loss
 from warpfit.server_info import Limits
 from warpfit_server import admission as module
-from warpfit_server import config
+from warpfit_server import tenants as tenants_module
 from warpfit_server.admission import Admission, CallCost, CallCostModel, TenantTurns
 from warpfit_server.config import Config
 from warpfit_server.tenants import ANONYMOUS, BOUNDED, Amounts, QuotaTable, TenantLimits, key_of
@@ -216,7 +216,7 @@ def test_wrong_files_are_refused(tenants, text):
 
 
 def test_a_changed_file_is_read_again_unless_it_is_wrong(tenants, tmp_path, monkeypatch):
-    monkeypatch.setattr(config, "_SETTLE_SECONDS", 0.0)  # it is complete at once
+    monkeypatch.setattr(tenants_module, "_SETTLE_SECONDS", 0.0)  # it is complete at once
     book = tenants("[default]\nrows = 1\n")
     for text, rows in (("broken", 1), ("[default]\nrows = 2\n", 2)):
         (tmp_path / "tenants.toml").write_text(text)
@@ -369,7 +369,7 @@ class TestPlaces:
         assert caught.value.retry_after > 0
         assert "--max-requests" in caught.value.remedy
         assert (caught.value.needed, caught.value.available) == (1, 1)
-        admission.leave("a", 1, 1)
+        admission.leave("a", (1, 1))
         enter(admission, "b")
         assert admission.quotas.in_flight() == Amounts(1, 1)
 
@@ -382,7 +382,7 @@ class TestPlaces:
         admission = make_admission(shared=True, **settings)
         assert [count(take, admission, tenant) for tenant in "abcd"] == [32, 16, 8, 4]
         for _ in range(24):
-            admission.leave("a", 1, admission.message_bytes)
+            admission.leave("a", (1, admission.message_bytes))
         assert count(take, admission, "e") == 14, "half of what the others leave"
         assert count(take, make_admission(**settings), "a") == 64
         few = make_admission(shared=True, max_requests=2, max_pending_bytes=8 << 20)
@@ -400,7 +400,7 @@ class TestPlaces:
         assert admission.quotas.in_flight("a") == Amounts(1, (8 << 20) + 100, 0)
         with pytest.raises(ResourceExhaustedError):
             admission.await_message("b")
-        admission.leave("a", 1, 100)
+        admission.leave("a", (1, 100))
         admission.await_message("b")
 
     def test_a_refusal_does_not_tell_what_other_tenants_have_in_flight(self):

@@ -83,8 +83,8 @@ def _kill(module) -> None:
 
 
 def _cut(module) -> None:
-    runner = module.RequestRunner
-    begin, begin_merged = runner.begin, runner.begin_merged
+    runner, merger = module.RequestRunner, module.Merger
+    begin, begin_merged = runner.begin, merger.begin
 
     def cut(requests):
         for request in requests:
@@ -99,7 +99,7 @@ def _cut(module) -> None:
         cut(requests)
         return begin_merged(self, requests)
 
-    runner.begin, runner.begin_merged = faulty, faulty_merged
+    runner.begin, merger.begin = faulty, faulty_merged
 
 
 def _compiling(module) -> None:

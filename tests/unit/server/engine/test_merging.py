@@ -49,7 +49,7 @@ def engine():
 @pytest.fixture
 def plan(engine):
     """Return a function that makes a request for some programs, and plans its merging."""
-    merger = Merger(engine)
+    merger = Merger(engine, None, None)
 
     def plan(batch=BATCH, *, alone=0.0, **options):
         options = {"loss": Loss.MSE, "values": False, **options}
