@@ -360,8 +360,7 @@ class InFlightRequest:
         if isinstance(reply, messages.RequestFinished):
             self._is_over = True
             if self.alone and not self._is_cancelled:
-                own = self.evaluation.dataset_id, self.digest()
-                self.connection.report(BatchOutcome(*own))
+                self.connection.report(BatchOutcome(self.evaluation.dataset_id, self.digest()))
             if reply.error is not None:
                 if reply.error.reason == TOO_MANY_FILES:
                     self.connection.was_not_mapped(self.segment)
