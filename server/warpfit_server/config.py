@@ -9,7 +9,7 @@ import os
 import re
 import resource
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -391,7 +391,7 @@ class Config:
             parser.add_argument(
                 "--" + name.replace("_", "-"),
                 default=default,
-                type=_parser_of(setting),
+                type=partial(_parsed, setting),
                 choices=choices,
                 help=text,
                 metavar=None if choices else name.split("_")[-1].upper(),
@@ -412,31 +412,25 @@ class _Parser(CommandParser):
         raise SystemExit(2)
 
 
-def _parser_of(setting: Any) -> Callable[[str], Any]:
-    """Return the parser of a setting's text, by its name, choices or type."""
-    if setting.name == "devices":
-        return _with_reason(check_devices)
-    if setting.name.endswith(("bytes", "memory")):
-        return _with_reason(partial(parse_bytes, least=setting.metadata["least"]))
-    if setting.name.endswith("port"):
-        return _with_reason(parse_port if setting.type == "int" else parse_listener)
-    if setting.name.endswith("host"):
-        return lambda text: text.removeprefix("[").removesuffix("]")  # as IPv6 in addresses
-    if setting.type == "bool":
-        return _with_reason(parse_switch)
-    kind = {"int": int, "float": float}.get(setting.type.split()[0])
-    if kind is not None:
-        return _with_reason(partial(parse_number, kind, setting.metadata["least"]))
-    return str.lower if setting.metadata["choices"] else str
+def _parsed(setting: Any, text: str) -> Any:
+    """Parse the text of a setting by its name, its type or its choices.
 
-
-def _with_reason(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Let argparse print the text of a ValueError, which it replaces by one of its own."""
-
-    def read(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return read
+    argparse prints the text of this error, and would replace that of a ValueError.
+    """
+    name, kind, least = setting.name, setting.type.split()[0], setting.metadata["least"]
+    try:
+        if name == "devices":
+            return check_devices(text)
+        if name.endswith(("bytes", "memory")):
+            return parse_bytes(text, least)
+        if name.endswith("port"):
+            return parse_port(text) if kind == "int" else parse_listener(text)
+        if name.endswith("host"):
+            return text.removeprefix("[").removesuffix("]")  # as IPv6 in addresses
+        if kind == "bool":
+            return parse_switch(text)
+        if kind in ("int", "float"):
+            return parse_number(int if kind == "int" else float, least, text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text.lower() if setting.metadata["choices"] else text
