@@ -83,19 +83,16 @@ class Suspects:
         if new.version > self.version:
             self.version, self.strikes = new.version, new.strikes
 
-    def check(self, dataset: bytes, batch: Callable[[], bytes] | None = None) -> float:
+    def check(self, *names: bytes) -> float:
         """Return for how many seconds a batch on a data set must run alone; 0 if it is no suspect.
 
-        ``batch`` returns its digest, and is called only when there are suspects. Without it, all
-        batches on the data set are meant.
+        Args:
+            names: the key of the data set, and the digest of the batch if one is meant.
 
         Raises:
             FailedPreconditionError: if the batch or the data set is in quarantine.
         """
         strikes = self.strikes
-        if not strikes:
-            return 0.0
-        names = [dataset] if batch is None else [dataset, batch()]
         for name, (what, field_name, remedy) in zip(names, _REFUSED, strict=False):
             if strikes.get(name, 0) >= _STRIKES:
                 raise FailedPreconditionError(

@@ -313,11 +313,16 @@ class Router:
         """Labels of the devices that answer rightly; calls avoid the others where they can."""
 
     def start(
-        self, request: InFlightRequest, data: KnownDataset, nanoseconds: int
+        self,
+        request: InFlightRequest,
+        data: KnownDataset,
+        nanoseconds: int,
+        engine: int | None = None,
     ) -> InFlightRequest | SplitRequest:
         """Send a request to an engine, or its parts to idle engines; the caller must close it.
 
-        ``nanoseconds`` is the estimated time of an engine.
+        ``nanoseconds`` is the estimated time of an engine, and ``engine`` the number of the only
+        one that it may go to.
 
         Raises:
             UnavailableError: if there is no engine.
@@ -327,13 +332,14 @@ class Router:
                 room for the data set.
         """
         batch, pool = request.evaluation.batch, self._connections[0].pool
-        if self._suspects.strikes:
-            request.alone = self._suspects.check(request.evaluation.dataset_id, request.digest)
+        if self._suspects.strikes:  # else a digest would be made for nothing
+            request.alone = self._suspects.check(request.evaluation.dataset_id, request.digest())
         segment = pool.acquire(request.segment_layout.nbytes, request.tenant)
         sent: list[InFlightRequest] = []
         try:
             request.write(segment)
-            for part, order in self._parts(request, data, nanoseconds):
+            parts = [(request, [engine])] if engine is not None else []
+            for part, order in parts or self._parts(request, data, nanoseconds):
                 share = part.segment_layout.tokens / max(1, len(batch.codes))
                 self._send(part, data, int(share * nanoseconds), order)
                 sent.append(part)
@@ -368,16 +374,8 @@ class Router:
         sent, others = [first], requests[1:]
         free = [n for n in self.free_engines(nanoseconds) if self._labels[n] != first.device]
         for request, number in zip(others, free, strict=False):
-            pool = self._connections[number].pool
-            request.alone = self._suspects.check(request.evaluation.dataset_id, request.digest)
             try:
-                segment = pool.acquire(request.segment_layout.nbytes, request.tenant)
-                try:
-                    request.write(segment)
-                    self._send(request, data, nanoseconds, [number])
-                except BaseException:
-                    pool.release(segment)
-                    raise
+                self.start(request, data, nanoseconds, number)
             except (ResourceExhaustedError, UnavailableError):  # the search goes on without it
                 continue
             except BaseException:

@@ -40,7 +40,7 @@ class Engines:
             self.quarantine.engine_died(self.number, loading)
 
     def seconds(self, batch, dataset=E):
-        return self.quarantine.suspects.check(dataset, lambda: batch)
+        return self.quarantine.suspects.check(dataset, batch)
 
     def refuses(self, batch, dataset=E):
         try:
@@ -163,7 +163,7 @@ class TestQuarantine:
         for known in reversed(published):
             other.update(known)
         with pytest.raises(FailedPreconditionError, match="died of this batch"):
-            other.check(E, lambda: b"culprit")
+            other.check(E, b"culprit")
 
 
 def test_the_digest_covers_the_whole_request():
