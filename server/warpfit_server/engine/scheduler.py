@@ -163,12 +163,6 @@ class _TenantQueue(Generic[Item]):
         queue = self.short if request in self.short.requests else self.long
         del queue.requests[request]
 
-    def add_charge(self, request: Item, seconds: float) -> None:
-        """Charge a step of a request to its class and to the tenant."""
-        queue = self.long if request.is_long else self.short
-        queue.charge += seconds / queue.weight
-        self.charge += seconds
-
     @property
     def is_waiting(self) -> bool:
         """Whether any request waits."""
@@ -269,7 +263,9 @@ class Scheduler(Generic[Item]):
         for request in requests:
             share = seconds * request.size / total if total else seconds / len(requests)
             tenant = self._tenants[request.tenant]
-            tenant.add_charge(request, share)
+            queue = tenant.long if request.is_long else tenant.short
+            queue.charge += share / queue.weight
+            tenant.charge += share
             tenant.running -= 1
             request.used += share
 
@@ -543,39 +539,29 @@ class Merger:
         request.merge_key, request.size = key, max(work, numbers * step_size // most[1])
 
     def begin(self, requests: Sequence[Request]) -> Steps[Timings]:
-        """Evaluate requests with the same `merge_key` as one batch; fill in the results of each."""
-        merged, outputs = join(requests)
+        """Evaluate requests with the same `merge_key` as one batch; fill in the results of each.
+
+        Merged batches are always interpreted: no engine asks its tier chooser or caches.
+        """
+        first = requests[0]
+        parts = [request.problem.segment_layout.batch_part(request.segment) for request in requests]
+        problem = first.problem._replace(tier=Tier.INTERPRETER.name)
+        batch = SharedBatch(parts, problem.segment_layout.vectors)
+        merged = problem.evaluation(batch, first.segment)
+        # A step of several callers goes on although one of them has gone.
+        cancelled = first.cancelled if len(requests) == 1 else np.zeros(1, dtype=np.uint8)
+        gradients = np.empty(batch.parameter_total) if merged.gradient else None
+        losses = np.empty((len(batch), batch.vectors))
+        outputs = Outputs(None, losses, cancelled, lambda programs: None, gradients)
         timings = yield from self._datasets.evaluate(merged, outputs)
         dataset = self._datasets.whole(merged.dataset_id)
         yield from self._finalizer.finalize(merged, dataset, outputs)
-        hand_out(outputs, requests)
+        for name, array in (("losses", outputs.losses), ("gradients", outputs.gradients)):
+            if array is None:
+                continue
+            source = array_address(array)
+            for request in requests:
+                target, size = request.problem.segment_layout.place(name, request.segment)
+                memmove(target, source, size)
+                source += size
         return timings
-
-
-def join(requests: Sequence[Request]) -> tuple[Evaluation, Outputs]:
-    """Return one evaluation of the programs of requests with the same key, and its outputs.
-
-    Merged batches are always interpreted: no engine asks its tier chooser or caches.
-    """
-    first = requests[0]
-    parts = [request.problem.segment_layout.batch_part(request.segment) for request in requests]
-    problem = first.problem._replace(tier=Tier.INTERPRETER.name)
-    batch = SharedBatch(parts, problem.segment_layout.vectors)
-    merged = problem.evaluation(batch, first.segment)
-    # A step of several callers goes on although one of them has gone.
-    cancelled = first.cancelled if len(requests) == 1 else np.zeros(1, dtype=np.uint8)
-    gradients = np.empty(batch.parameter_total) if merged.gradient else None
-    losses = np.empty((len(batch), batch.vectors))
-    return merged, Outputs(None, losses, cancelled, lambda programs: None, gradients)
-
-
-def hand_out(outputs: Outputs, requests: Sequence[Request]) -> None:
-    """Copy losses and gradients of a joined evaluation to the requests."""
-    for name, array in (("losses", outputs.losses), ("gradients", outputs.gradients)):
-        if array is None:
-            continue
-        source = array_address(array)
-        for request in requests:
-            target, size = request.problem.segment_layout.place(name, request.segment)
-            memmove(target, source, size)
-            source += size
