@@ -14,7 +14,7 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -622,12 +622,31 @@ def server_credentials(config: Config) -> grpc.ServerCredentials | None:
     whose key has not been replaced yet, leave the old ones in force.
 
     Raises:
-        InvalidArgumentError: if the files cannot be used.
+        InvalidArgumentError: if the files cannot be read, do not belong together, or others can
+            read the key.
     """
     if not config.tls_cert:
         return None
     paths = [Path(p) for p in (config.tls_cert, config.tls_key, config.tls_client_ca) if p]
-    files = WatchedFiles(paths, lambda: _read_certificates(paths), _TLS_LOG, seconds=0.1)
+    certificate, key, *authorities = paths
+
+    def read() -> grpc.ServerCertificateConfiguration:
+        try:
+            check_secret(key)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate, key)
+            for authority in authorities:
+                context.load_verify_locations(authority)
+            chain, private, *roots = [path.read_bytes() for path in paths]
+        except (OSError, ssl.SSLError) as error:
+            raise InvalidArgumentError(
+                f"the files {', '.join(map(str, paths))} cannot be used for TLS: {error}",
+                "BAD_CERTIFICATE",
+                "Give PEM files: a certificate chain, its key without a password, authorities",
+            ) from error
+        return grpc.ssl_server_certificate_configuration([(private, chain)], *roots)
+
+    files = WatchedFiles(paths, read, _TLS_LOG, seconds=0.1)
     current = files.get()
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
@@ -640,27 +659,3 @@ def server_credentials(config: Config) -> grpc.ServerCredentials | None:
     return grpc.dynamic_ssl_server_credentials(
         current, fetch, require_client_authentication=bool(config.tls_client_ca)
     )
-
-
-def _read_certificates(paths: Sequence[Path]) -> grpc.ServerCertificateConfiguration:
-    """Read certificate, key and, for mutual TLS, the authorities of clients.
-
-    Raises:
-        InvalidArgumentError: if the files cannot be read, do not belong together, or others can
-            read the key.
-    """
-    certificate, key, *authorities = paths
-    try:
-        check_secret(key)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key)
-        for authority in authorities:
-            context.load_verify_locations(authority)
-        chain, private, *roots = [path.read_bytes() for path in paths]
-    except (OSError, ssl.SSLError) as error:
-        raise InvalidArgumentError(
-            f"the files {', '.join(map(str, paths))} cannot be used for TLS: {error}",
-            "BAD_CERTIFICATE",
-            "Give PEM files: a certificate chain, its key without a password, authorities",
-        ) from error
-    return grpc.ssl_server_certificate_configuration([(private, chain)], *roots)
