@@ -21,10 +21,9 @@ from warpfit import codec, parse
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
 from warpfit.expressions import reference
-from warpfit.request import FitRequest, FitSettings, Method, Missing
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
-from warpfit.request import Evaluation, Loss, Precision
+from warpfit.request import Evaluation, FitRequest, FitSettings, Loss, Method, Missing, Precision
 from warpfit.v1 import evaluator_pb2 as pb
 
 ROOT = Path(__file__).resolve().parent
