@@ -18,7 +18,6 @@ import argparse
 import multiprocessing as mp
 import os
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
@@ -199,28 +198,23 @@ def evolve(address: str, options: argparse.Namespace) -> list[Report]:
     ]
     for worker in workers:
         worker.start()
+    found: list[Report] = []
     try:
-        return list(_collect(workers, reports, options.workers * options.generations))
+        with tqdm(total=options.workers * options.generations, desc="generations") as bar:
+            while bar.n < bar.total:
+                if any(worker.exitcode not in (None, 0) for worker in workers):
+                    raise SystemExit("a worker ended with an error; its message is above")
+                try:
+                    found.append(reports.get(timeout=1))
+                except Empty:
+                    continue
+                bar.set_postfix(train_rmse=f"{min(one.train_rmse for one in found):.2f}")
+                bar.update()
+        return found
     finally:
         for worker in workers:
             worker.terminate()
             worker.join()
-
-
-def _collect(workers: list[Any], reports: Any, expected: int) -> Iterator[Report]:
-    best = float("inf")
-    with tqdm(total=expected, desc="generations") as bar:
-        while bar.n < expected:
-            if any(worker.exitcode not in (None, 0) for worker in workers):
-                raise SystemExit("a worker ended with an error; its message is above")
-            try:
-                report = reports.get(timeout=1)
-            except Empty:
-                continue
-            best = min(best, report.train_rmse)
-            bar.set_postfix(train_rmse=f"{best:.2f}")
-            bar.update()
-            yield report
 
 
 def plot(reports: list[Report], path: Path) -> None:

@@ -77,6 +77,18 @@ class Shown:
         return self._table().html()
 
 
+class ShownFormulas(Shown):
+    """An object with formulas, which a notebook shows as LaTeX."""
+
+    __slots__ = ()
+
+    def _table(self, latex: bool = False) -> TextTable:
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        return self._table(latex=True).html()
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of text as right-aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -86,12 +98,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def numbers(values: Sequence[float], errors: Sequence[float] | None = None, most: int = 6) -> str:
-    """Return numbers to five digits with errors to two, of a long list the first ``most``."""
+def numbers(values: Sequence[float], errors: Sequence[float] | None = None) -> str:
+    """Return numbers to five digits with errors to two, of a long list the first six."""
     shown = [f"{value:.5g}" for value in values]
     if errors is not None:
         shown = [f"{one} ± {error:.2g}" for one, error in zip(shown, errors, strict=True)]
-    return ", ".join([*shown[:most], *["..."] * (len(shown) > most)])
+    return ", ".join([*shown[:6], *["..."] * (len(shown) > 6)])
 
 
 def shortened(text: str, most: int = 60) -> str:

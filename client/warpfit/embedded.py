@@ -84,7 +84,26 @@ def embedded_server(
         assert process.stdin is not None
         _PIPES.add(process.stdin)
         try:
-            address = OwnAddress(_wait_for_address(process, log, start_seconds))
+            begun = time.monotonic()
+            while process.poll() is None and time.monotonic() < begun + start_seconds:
+                written = _written(log)
+                if _COMPILING in written and _COMPILING not in _SAID:
+                    _SAID.add(_COMPILING)
+                    _LOG.warning(
+                        "warpfit: the first server on this machine compiles its code for up to a "
+                        "minute, for which a first fit waits; later starts take seconds. `warpfit "
+                        "precompile` does so beforehand"
+                    )
+                if ready := READY.search(written):
+                    address = OwnAddress(ready[1])
+                    break
+                time.sleep(_POLL_SECONDS)
+            else:
+                status = process.poll()
+                what = "did not get ready in time"
+                what = what if status is None else f"ended with status {status}"
+                remedy = "Run `warpfit serve` by itself to see why"
+                raise UnavailableError(_with_log(what, log), "SERVER_NOT_STARTED", remedy)
             address.find_end = partial(_find_end, process, log, os.getpid())
             yield address
         finally:
@@ -114,26 +133,6 @@ def require_server() -> None:
             "MISSING_PACKAGE",
             "Install it (pip install 'warpfit[server]'), or name a running server's address",
         )
-
-
-def _wait_for_address(process: subprocess.Popen[bytes], log: IO[bytes], seconds: float) -> str:
-    begun = time.monotonic()
-    while process.poll() is None and time.monotonic() < begun + seconds:
-        written = _written(log)
-        if _COMPILING in written and _COMPILING not in _SAID:
-            _SAID.add(_COMPILING)
-            _LOG.warning(
-                "warpfit: the first server on this machine compiles its code for up to a minute, "
-                "for which a first fit waits; later starts take seconds. `warpfit precompile` does "
-                "so beforehand"
-            )
-        if found := READY.search(written):
-            return found[1]
-        time.sleep(_POLL_SECONDS)
-    status = process.poll()
-    what = "did not get ready in time" if status is None else f"ended with status {status}"
-    remedy = "Run `warpfit serve` by itself to see why"
-    raise UnavailableError(_with_log(what, log), "SERVER_NOT_STARTED", remedy)
 
 
 def _find_end(

@@ -494,6 +494,8 @@ class Parser:
         return _Reader(self, text).read()
 
 
+#: Similar names, which are looked for once: many skeletons of a call have the same wrong one.
+_close_matches: Final = lru_cache(64)(similar)
 #: Names of packages, whose functions have none here.
 _PACKAGES: Final = frozenset({"np", "numpy", "math", "sympy", "sp", "jnp", "torch"})
 #: What is meant by names of functions that are like no name of ours, or like that of another one.
@@ -582,14 +584,33 @@ class _Reader:
                 codes.append(stack.pop()[1])
                 values.append(0.0)
             if token == ")":
-                self._close()
+                if not self.groups:
+                    self._fail("')' was never opened", "UNBALANCED", "Remove it, or add '('")
+                stack.pop()
+                group = self.groups.pop()
+                row = group.row
+                if row is None:
+                    continue
+                chained = row.name in CHAINED
+                if group.operands != row.arity and not (chained and group.operands > row.arity):
+                    wanted = f"{row.arity} or more" if chained else str(row.arity)
+                    plural = "s" if row.arity > 1 else ""
+                    usual = f"Write {row.name}({', '.join(row.operands)})"
+                    self._fail(
+                        f"{row.name} takes {wanted} operand{plural}, got {group.operands}",
+                        "WRONG_ARITY",
+                        (_OF_TWO.get(row.name) if group.operands == 2 else None) or usual,
+                        group.first,
+                    )
+                self._apply(row)
             elif token == ",":
-                group = self.groups[-1] if self.groups else None
-                if group is None or group.row is None:
+                row = self.groups[-1].row if self.groups else None
+                if row is None:
                     remedy = "Only calls have commas; decimals are written with a point"
                     self._fail("',' stands outside a call", "UNEXPECTED_COMMA", remedy)
-                if group.operands > 1 and group.row.name in CHAINED:
-                    self._apply(group.row)
+                group = self.groups[-1]
+                if group.operands > 1 and row.name in CHAINED:
+                    self._apply(row)
                 group.operands += 1
                 wants_operand = True
             elif token:
@@ -694,27 +715,6 @@ class _Reader:
         self.groups.append(_Group(row, first))
         self.stack.append(_OPEN)
 
-    def _close(self) -> None:
-        if not self.groups:
-            self._fail("')' was never opened", "UNBALANCED", "Remove it, or add '('")
-        self.stack.pop()
-        group = self.groups.pop()
-        row = group.row
-        if row is None:
-            return
-        chained = row.name in CHAINED
-        if group.operands != row.arity and not (chained and group.operands > row.arity):
-            wanted = f"{row.arity} or more" if chained else str(row.arity)
-            plural = "s" if row.arity > 1 else ""
-            usual = f"Write {row.name}({', '.join(row.operands)})"
-            self._fail(
-                f"{row.name} takes {wanted} operand{plural}, got {group.operands}",
-                "WRONG_ARITY",
-                (_OF_TWO.get(row.name) if group.operands == 2 else None) or usual,
-                group.first,
-            )
-        self._apply(row)
-
     def _apply(self, row: Operator | Macro | Placeholder) -> None:
         if isinstance(row, Macro):
             row.apply(self.codes, self.values)
@@ -732,7 +732,7 @@ class _Reader:
     def _unknown(self, name: str, what: str, known: Iterable[str]) -> NoReturn:
         known = tuple(dict.fromkeys(known))
         meant = _MEANT.get(name) if what == "function" else None
-        close = [meant] if meant else _close_matches(name[:100], known)
+        close = [meant] if meant else _close_matches(name[:100], known, 3)
         numbered = re.fullmatch(r"([xp])0+", name)
         if remedy := self._quoted(self.at - 1):
             pass
@@ -806,11 +806,6 @@ def place_in(given: str, printed: str, position: int) -> tuple[str, int]:
     if not token or len(ours) != len(theirs):
         return printed, position
     return given, theirs[ours.index(position)]
-
-
-@lru_cache(64)  # many skeletons of a call have the same wrong name
-def _close_matches(name: str, known: tuple[str, ...]) -> list[str]:
-    return similar(name, known, 3)
 
 
 def _is_number(token: str) -> bool:

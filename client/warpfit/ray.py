@@ -135,7 +135,22 @@ def start(
     require_server()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    wanted = _gpus_of_nodes(ray, devices)
+    on_cpu = re.fullmatch(r"cpu(:\d+)?", devices) is not None
+    if not on_cpu and devices != "all":
+        raise InvalidArgumentError(
+            f"devices cannot be {devices!r} on a Ray cluster",
+            "BAD_DEVICES",
+            "Give all, whose GPUs Ray reserves, cpu or cpu:N",
+            "devices",
+        )
+    nodes = {n["NodeID"]: n["Resources"].get("GPU", 0.0) for n in ray.nodes() if n["Alive"]}
+    wanted = {node: 0.0 if on_cpu else gpus for node, gpus in nodes.items() if gpus or on_cpu}
+    if not wanted:
+        raise InvalidArgumentError(
+            "no node of the Ray cluster has a GPU",
+            "NO_GPU_NODES",
+            "Give devices='cpu' (`--devices cpu`) for servers on all nodes",
+        )
     used = {node for _, node in _described(namespace)}
     insecure = () if "--tls-cert" in " ".join(flags) else ("--insecure",)
     for node, gpus in wanted.items():
@@ -200,27 +215,6 @@ def ray_target(address: str) -> Target:
 
 
 # ---------------------------------------------------------------------------------------- actors
-
-
-def _gpus_of_nodes(ray: Any, devices: str) -> dict[str, float]:
-    """Return the nodes that get a server, and how many GPUs each reserves."""
-    on_cpu = re.fullmatch(r"cpu(:\d+)?", devices) is not None
-    if not on_cpu and devices != "all":
-        raise InvalidArgumentError(
-            f"devices cannot be {devices!r} on a Ray cluster",
-            "BAD_DEVICES",
-            "Give all, whose GPUs Ray reserves, cpu or cpu:N",
-            "devices",
-        )
-    nodes = {n["NodeID"]: n["Resources"].get("GPU", 0.0) for n in ray.nodes() if n["Alive"]}
-    found = {node: 0.0 if on_cpu else gpus for node, gpus in nodes.items() if gpus or on_cpu}
-    if not found:
-        raise InvalidArgumentError(
-            "no node of the Ray cluster has a GPU",
-            "NO_GPU_NODES",
-            "Give devices='cpu' (`--devices cpu`) for servers on all nodes",
-        )
-    return found
 
 
 def _actors(namespace: str) -> Iterator[Any]:

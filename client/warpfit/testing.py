@@ -17,7 +17,7 @@ request::
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, TypeAlias
@@ -63,16 +63,6 @@ class InProcessServer:
         self._chunk_bytes = chunk_bytes
         self._datasets: dict[bytes, Dataset] = {}
         self._failures: list[WarpfitError] = []
-        self._methods: dict[str, Callable[[Any], Iterator[Any]]] = {
-            "UploadVariables": self._upload,
-            "OpenDataset": self._open,
-            "GetVariables": self._get,
-            "ReleaseVariables": self._release,
-            "Evaluate": self._evaluate,
-            "Optimize": self._optimize,
-            "Search": self._search,
-            "GetServerInfo": self._info,
-        }
 
     def fail(self, calls: int = 1, error: WarpfitError | None = None) -> None:
         """Make the next calls fail with ``error``, by default UNAVAILABLE."""
@@ -97,7 +87,7 @@ class InProcessServer:
         try:
             if self._failures:
                 raise self._failures.pop(0)
-            return request.read(self._methods[request.method](request.message))
+            return request.read(self._messages(request.method, request.message))
         except WarpfitError as error:  # as a client's transport would raise it
             failure = request.message.failure if isinstance(request.message, UploadStream) else None
             if failure is None:
@@ -105,47 +95,53 @@ class InProcessServer:
                 failure = codec.error_from_status(error.status, error.message, metadata)
         raise failure
 
-    def _upload(self, messages: Iterable[Any]) -> Iterator[Any]:
-        stream = iter(messages)
-        layout, content_id = codec.upload_start(next(stream, b""))
-        payload = b"".join(map(codec.upload_data, stream))
-        if hashlib.sha256(layout.header() + payload).digest() != content_id:
-            raise InvalidArgumentError(
-                "content_id does not match the content",
-                "BAD_DIGEST",
-                "Hash header and payload as evaluator.proto says",
-                "content_id",
-            )
-        matrix = np.frombuffer(payload, dtype=layout.dtype).reshape(layout.columns, layout.rows)
-        self._datasets[content_id] = Dataset.resident(layout, matrix, content_id)
-        yield pb.DatasetInfo.FromString(codec.dataset_info(content_id, layout))
-
-    def _open(self, _: Any) -> Iterator[Any]:
-        raise UnimplementedError("this server reads no files", "NO_DATA_ROOT", "Upload the data")
-
-    def _get(self, message: Any) -> Iterator[Any]:
-        dataset = self._dataset(message.content_id)
-        described = codec.dataset_info(dataset.content_id, dataset.layout)
-        yield pb.DatasetInfo.FromString(described)
-
-    def _release(self, message: Any) -> Iterator[Any]:
-        dataset = self._dataset(message.content_id)
-        if message.everywhere:  # otherwise others may use it, and there is room
-            del self._datasets[dataset.content_id]
-        yield codec.release_response()
-
-    def _info(self, _: Any) -> Iterator[Any]:
-        device = Device("NumPy reference", threads=1)
-        yield codec.info_to_message(
-            ServerInfo(
-                warpfit.__version__,
-                "reference",
-                (device,),
-                Limits(),
-                codec.operator_infos(),
-                contract=codec.CONTRACT,
-            )
-        )
+    def _messages(self, method: str, message: Any) -> Iterator[Any]:
+        """Yield the messages of an answer."""
+        match method:
+            case "UploadVariables":
+                stream = iter(message)
+                layout, content_id = codec.upload_start(next(stream, b""))
+                payload = b"".join(map(codec.upload_data, stream))
+                if hashlib.sha256(layout.header() + payload).digest() != content_id:
+                    raise InvalidArgumentError(
+                        "content_id does not match the content",
+                        "BAD_DIGEST",
+                        "Hash header and payload as evaluator.proto says",
+                        "content_id",
+                    )
+                shape = layout.columns, layout.rows
+                matrix = np.frombuffer(payload, dtype=layout.dtype).reshape(shape)
+                self._datasets[content_id] = Dataset.resident(layout, matrix, content_id)
+                yield pb.DatasetInfo.FromString(codec.dataset_info(content_id, layout))
+            case "OpenDataset":
+                what = "this server reads no files"
+                raise UnimplementedError(what, "NO_DATA_ROOT", "Upload the data")
+            case "GetVariables":
+                dataset = self._dataset(message.content_id)
+                described = codec.dataset_info(dataset.content_id, dataset.layout)
+                yield pb.DatasetInfo.FromString(described)
+            case "ReleaseVariables":
+                dataset = self._dataset(message.content_id)
+                if message.everywhere:  # otherwise others may use it, and there is room
+                    del self._datasets[dataset.content_id]
+                yield codec.release_response()
+            case "GetServerInfo":
+                yield codec.info_to_message(
+                    ServerInfo(
+                        warpfit.__version__,
+                        "reference",
+                        (Device("NumPy reference", threads=1),),
+                        Limits(),
+                        codec.operator_infos(),
+                        contract=codec.CONTRACT,
+                    )
+                )
+            case "Evaluate":
+                yield from self._evaluate(message)
+            case "Optimize":
+                yield from self._optimize(message)
+            case "Search":
+                yield from self._search(message)
 
     def _evaluate(self, message: bytes) -> Iterator[Any]:
         evaluation = codec.evaluation_from_bytes(message)

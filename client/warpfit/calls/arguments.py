@@ -586,7 +586,13 @@ def _settings(
         wanted = "a tuple (lower, upper), each a number or an entry for each expression"
         raise bad_setting("bounds", bounds, wanted)
     lower, upper = bounds
-    fixed = _fixed(options.get("fixed"), counts, single)
+    fixed = options.get("fixed")
+    names: Any = fixed if isinstance(fixed, list | tuple) else [fixed]
+    has_names = any(isinstance(name, str) for name in names)
+    held = None if has_names else _flat(fixed, counts, single, "fixed", False)
+    # Another number may be meant for the index of a parameter, as text for its name.
+    if has_names or not (held is None or np.isin(held, (0.0, 1.0)).all()):
+        raise bad_setting("fixed", fixed, _TRUTHS)
     accuracy = member(Accuracy, options.get("accuracy", Accuracy.SCREENING), "accuracy")
     iterations, usual = options.get("max_iterations"), Tolerances.of(dtype, accuracy)
     tolerances = {
@@ -608,7 +614,7 @@ def _settings(
         **(tolerances | given),
         lower=_flat(lower, counts, single, "bounds", -np.inf),
         upper=_flat(upper, counts, single, "bounds", np.inf),
-        fixed=fixed,
+        fixed=None if held is None else held != 0.0,
         restarts=whole_number(options.get("restarts", 0), "restarts"),
         seed=whole_number(options.get("seed", 0), "seed"),
         missing=member(Missing, options.get("missing", Missing.REFUSE), "missing"),
@@ -620,17 +626,6 @@ def _settings(
         partial=bool(options.get("partial")),
         progress=progress is not None,
     )
-
-
-def _fixed(given: Any, counts: NDArray[np.uint32], single: bool) -> NDArray[np.bool_] | None:
-    """Return a truth value for each parameter of each program, [sum(counts)]; None for none."""
-    names = given if isinstance(given, list | tuple) else [given]
-    has_names = any(isinstance(name, str) for name in names)
-    found = None if has_names else _flat(given, counts, single, "fixed", False)
-    # Another number may be meant for the index of a parameter, as text for its name.
-    if has_names or not (found is None or np.isin(found, (0.0, 1.0)).all()):
-        raise bad_setting("fixed", given, _TRUTHS)
-    return None if found is None else found != 0.0
 
 
 def _flat(

@@ -37,7 +37,7 @@ from warpfit.calls.arguments import (
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
 from warpfit.calls.results import Fit
 from warpfit.dataset.canonical import ranges
-from warpfit.display import Shown, TextTable, shortened
+from warpfit.display import ShownFormulas, TextTable, shortened
 from warpfit.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -554,16 +554,32 @@ class ProposeTask:
         judged: Fit | None = None
         late: WarpfitError | None = None
         lengths: Floats = unknown
+        asked: dict[str, Any]
+        # Rows of those fitted and those held out, [2, programs].
         left_out = np.zeros((2, len(candidates)), dtype=np.int64)
         try:
             if self._loss.is_squares and self._data.has_numbers:
-                asked: dict[str, Any] = {"evidence": True, "terms": True}
+                asked = {"evidence": True, "terms": True}
                 fit = self._fit_again(programs, fit, self._fitted_rows, **asked)
-            left_out = self._left_out(programs, fit)
+            counts, parts = left_out.copy(), (self._fitted_rows, self._held_out_rows)
+            for place, rows in enumerate(parts if self._settings.missing is Missing.DROP else ()):
+                if rows[0] < rows[1]:
+                    asked = {"reductions": True, "rows": rows}
+                    shape = self._ask(programs, fit.parameters, **asked).reductions
+                    assert shape is not None
+                    counts[place] = shape.non_finite
+            left_out = counts
             if self._is_judged:  # by a fit that moves nothing, which treats rows as the first does
                 asked = {"fixed": True, "standard_errors": False}
                 judged = self._fit_again(programs, fit, self._held_out_rows, **asked)
-            lengths = unknown if fit.evidence is None else self._description_lengths(fit)
+            if fit.evidence is not None and self._is_judged:  # those of all rows
+                squares = self._ask(list(fit.batch), fit.parameters, loss=Loss.SSE).losses
+                assert squares is not None
+                formulas = [fit.formula(i) for i in range(len(squares))]
+                found = description_lengths(formulas, squares, self._data.statistics())
+                lengths = np.where(np.isinf(fit.evidence.description_length), np.inf, found)
+            elif fit.evidence is not None:
+                lengths = fit.evidence.description_length
         except (DeadlineExceededError, UnavailableError) as error:
             late = error
         out = unknown if judged is None else judged.loss
@@ -623,29 +639,6 @@ class ProposeTask:
         asked |= {"rows": rows, "timeout": self._remaining(), **self._fits, "restarts": 0}
         return self._client.optimize(self._data, programs, fit.parameters, **asked)
 
-    def _left_out(self, programs: list[Program], fit: Fit) -> NDArray[np.int64]:
-        """Count the rows that are left out, of those fitted and those held out, [2, programs]."""
-        counts = np.zeros((2, len(programs)), dtype=np.int64)
-        parts = (self._fitted_rows, self._held_out_rows)
-        for place, rows in enumerate(parts if self._settings.missing is Missing.DROP else ()):
-            if rows[0] < rows[1]:
-                asked = {"reductions": True, "rows": rows}
-                shape = self._ask(programs, fit.parameters, **asked).reductions
-                assert shape is not None
-                counts[place] = shape.non_finite
-        return counts
-
-    def _description_lengths(self, fit: Fit) -> Floats:
-        """Return the description lengths of all rows by the formulas of a fit, [programs]."""
-        assert fit.evidence is not None
-        if not self._is_judged:
-            return fit.evidence.description_length
-        squares = self._ask(list(fit.batch), fit.parameters, loss=Loss.SSE).losses
-        assert squares is not None
-        formulas = [fit.formula(i) for i in range(len(squares))]
-        found = description_lengths(formulas, squares, self._data.statistics())
-        return np.where(np.isinf(fit.evidence.description_length), np.inf, found)
-
 
 #: Default of ``tolerance``.
 _TOLERANCE: Final = 0.01
@@ -678,7 +671,7 @@ class SimplifyOptions(CommonOptions, total=False):
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Simplification(Shown):
+class Simplification(ShownFormulas):
     """Result of `simplify`; it prints as a small table."""
 
     programs: list[Program]
@@ -690,19 +683,12 @@ class Simplification(Shown):
     names: tuple[str, ...] = ()
     """Names of the variables, or empty."""
 
-    def _repr_html_(self) -> str:
-        shown = [f"${to_latex(program, self.names)}$" for program in self.programs]
-        return self._table(shown).html()
-
-    def _table(self, formulas: Sequence[str] | None = None) -> TextTable:
-        """Return a row for each formula."""
-        formulas = formulas or [to_text(program, self.names) for program in self.programs]
-        rows = [
-            (formula, str(len(program)), f"{before:.6g}", f"{after:.6g}")
-            for formula, program, before, after in zip(
-                formulas, self.programs, self.initial_loss, self.loss, strict=True
-            )
-        ]
+    def _table(self, latex: bool = False) -> TextTable:
+        rows = []
+        each = zip(self.programs, self.initial_loss, self.loss, strict=True)
+        for program, before, after in each:
+            text = f"${to_latex(program, self.names)}$" if latex else to_text(program, self.names)
+            rows.append((text, str(len(program)), f"{before:.6g}", f"{after:.6g}"))
         return TextTable(("formula", "tokens", "initial loss", "loss"), rows)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import accumulate, islice, pairwise
 from numbers import Integral
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from warpfit.calls.arguments import number
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.dataset import open_table
-from warpfit.display import MOST_ROWS, Shown, TextTable, numbers, shortened
+from warpfit.display import MOST_ROWS, Shown, ShownFormulas, TextTable, numbers, shortened
 from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.evidence import Evidence, student_t
 from warpfit.expressions.language import to_latex, to_text
@@ -152,7 +152,7 @@ _FURTHER: Final = attrgetter(
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Fit(Shown):
+class Fit(ShownFormulas):
     """Result of `optimize`; None for outputs not requested. Prints as a small table.
 
     With ``all_starts``, all arrays have a leading axis of K, the number of start vectors.
@@ -358,7 +358,7 @@ class Fit(Shown):
     @property
     def hint(self) -> str:
         """Remedy for searches that could not begin or stalled, or missing parameters, or empty."""
-        begun = self.reason != Reason.NOT_FINITE
+        begun, own = self.reason != Reason.NOT_FINITE, self.settings
         if not begun.all():
             odd = int(begun.size - begun.sum())
             what = "1 search" if odd == 1 else f"{odd} searches"
@@ -367,7 +367,6 @@ class Fit(Shown):
                     f"{what} could not begin: the target has rows that are NaN or infinite. Leave "
                     "them out, or give them weight 0"
                 )
-            own = self.settings
             more = [] if own and own.restarts else ["restarts=8"]
             more += [] if own and own.missing is Missing.DROP else ['missing="drop"']
             return (
@@ -376,28 +375,25 @@ class Fit(Shown):
                 f"in all rows, {', '.join([*more, 'or other units'])}"
             )
         count = self.reason.ravel().tolist().count(Reason.STALLED)
-        if not count:
-            ends = np.cumsum(self.batch.parameter_counts)
-            for index, occurs in enumerate(np.split(self.batch.occurring, ends[:-1])[:MOST_ROWS]):
-                gaps = np.flatnonzero(~occurs)
-                if len(gaps) and occurs[gaps[0] :].any():
-                    name = f"p{gaps[0] + 1}"
-                    return f"expression {index} has no {name}: number parameters without gaps"
-            return self._open_parameters()
-        what = "1 search has stalled" if count == 1 else f"{count} searches have stalled"
-        if self.dtype == np.float32:
-            return f'{what}, for which float32 may be too coarse: upload with dtype="float64"'
-        return (
-            f"{what} at a point that may be no minimum: try other starts, fewer parameters, or, "
-            "where a column is far from 0, the powers of x1 - its mean, which keep their digits"
-        )
-
-    def _open_parameters(self) -> str:
-        """Say which parameters the data do not determine, or have ended at a bound, or nothing."""
-        own, errors = self.settings, self.standard_errors
+        if count:
+            what = "1 search has stalled" if count == 1 else f"{count} searches have stalled"
+            if self.dtype == np.float32:
+                return f'{what}, for which float32 may be too coarse: upload with dtype="float64"'
+            return (
+                f"{what} at a point that may be no minimum: try other starts, fewer parameters, "
+                "or, where a column is far from 0, the powers of x1 - its mean, which keep their "
+                "digits"
+            )
+        ends = np.cumsum(self.batch.parameter_counts)
+        for index, occurs in enumerate(np.split(self.batch.occurring, ends[:-1])[:MOST_ROWS]):
+            gaps = np.flatnonzero(~occurs)
+            if len(gaps) and occurs[gaps[0] :].any():
+                name = f"p{gaps[0] + 1}"
+                return f"expression {index} has no {name}: number parameters without gaps"
+        # Which parameters the data do not determine, or have ended at a bound.
+        errors = self.standard_errors
         if own is None or own.all_starts:
             return ""
-        ends = np.cumsum(self.batch.parameter_counts)
         values = np.concatenate([*self.parameters, np.empty(0)])
         at_bound = np.zeros(len(values), dtype=bool)
         for bound in (own.lower, own.upper):
@@ -454,12 +450,8 @@ class Fit(Shown):
         """
         return [to_text(self.formula(index), self.names) for index in range(len(self.batch))]
 
-    def _repr_html_(self) -> str:
-        return self._table(lambda program: f"${to_latex(program, self.names)}$").html()
-
-    def _table(self, shown: Callable[[Program], str] | None = None) -> TextTable:
+    def _table(self, latex: bool = False) -> TextTable:
         """Return a row for each expression, and each start of ``all_starts``."""
-        shown = shown or (lambda program: shortened(to_text(program, self.names)))
         by_start = self.loss.ndim == 2
         rows = []
         for index in list(np.ndindex(self.loss.shape))[:MOST_ROWS]:
@@ -467,10 +459,12 @@ class Fit(Shown):
             vector = self.parameters[expression][tuple(start)].tolist()
             errors = self.standard_errors
             rounded = [float(f"{value:.5g}") for value in vector]
+            program = self.batch.program(expression).bind(rounded)
+            plain = shortened(to_text(program, self.names))
             rows.append(
                 (
                     *map(str, (expression, *start)),
-                    shown(self.batch.program(expression).bind(rounded)),
+                    f"${to_latex(program, self.names)}$" if latex else plain,
                     numbers(vector, None if errors is None else errors[expression][tuple(start)]),
                     *([] if self.r2 is None else [f"{self.r2[index]:.6g}"]),
                     *(f"{losses[index]:.6g}" for losses in (self.initial_loss, self.loss)),

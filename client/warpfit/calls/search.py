@@ -20,7 +20,7 @@ from warpfit.calls.arguments import (
     whole_number,
 )
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
-from warpfit.display import MOST_ROWS, Shown, TextTable, shortened
+from warpfit.display import MOST_ROWS, ShownFormulas, TextTable, shortened
 from warpfit.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -173,6 +173,23 @@ def build_search(data: DatasetHandle, options: SearchOptions) -> SearchRequest:
     if not isinstance(ways, Mapping) or any(way not in [*signs] for way in ways.values()):
         raise bad_setting("monotonic", ways, 'a mapping such as {"x1": "increasing"}')
     directions = {_column(name, names, "monotonic"): signs[way] for name, way in ways.items()}
+    units, given_units, unit = None, options.get("units"), options.get("target_unit")
+    has_plain_constants = bool(options.get("dimensionless_constants"))
+    if given_units is not None:
+        units = Units(
+            exponents_of(given_units, names, layout.variables),
+            None if unit is None else exponents(unit, "target_unit"),
+            has_plain_constants,
+        )
+    elif unit is not None or has_plain_constants:
+        raise bad_setting("units", None, "the units of the variables, too")
+    guesses: Any = options.get("guesses")
+    if guesses is not None and not isinstance(guesses, Batch):
+        programs = as_population([guesses] if is_single(guesses) else guesses, names)
+        # Numbers in their texts become starts of parameters.
+        lifted, constants = programs.lift_constants()
+        ones = [np.ones(program.parameters) for program in programs]
+        guesses = Batch.of(lifted, [*map(np.concatenate, zip(ones, constants, strict=True))])
     seconds, target = options.get("seconds"), options.get("target_loss")
     if seconds is not None and not number(seconds, "seconds") > 0.0:
         raise bad_setting("seconds", seconds, "a number of seconds above 0, or None for no limit")
@@ -191,7 +208,7 @@ def build_search(data: DatasetHandle, options: SearchOptions) -> SearchRequest:
         if columns is None
         else tuple(_column(c, names, "variables") for c in columns),
         rules=_rules(options),
-        units=_units(options, data),
+        units=units,
         loss=loss if isinstance(loss, Loss) else None,
         custom_loss=loss if isinstance(loss, LossFunction) else None,
         form=member(Form, options.get("form", Form.SCALED), "form"),
@@ -199,7 +216,7 @@ def build_search(data: DatasetHandle, options: SearchOptions) -> SearchRequest:
         definitions=definitions,
         monotonic=directions,
         group=None if group is None else _column(group, names, "group"),
-        guesses=_guesses(options.get("guesses"), names),
+        guesses=guesses,
         pairs=bool(options.get("pairs", True)),
         max_seconds=0.0 if seconds is None else number(seconds, "seconds"),
         **budget,
@@ -291,39 +308,11 @@ def _rules(options: SearchOptions) -> Rules:
     )
 
 
-def _units(options: SearchOptions, data: DatasetHandle) -> Units | None:
-    given, target = options.get("units"), options.get("target_unit")
-    if given is None:
-        if target is not None or options.get("dimensionless_constants"):
-            raise bad_setting("units", None, "the units of the variables, too")
-        return None
-    return Units(
-        exponents_of(given, data.names, data.layout.variables),
-        None if target is None else exponents(target, "target_unit"),
-        bool(options.get("dimensionless_constants")),
-    )
-
-
-def _guesses(given: Any, names: tuple[str, ...]) -> Batch | None:
-    """Return the formulas to begin with; numbers in their texts become starts of parameters."""
-    if given is None:
-        return None
-    if isinstance(given, Batch):
-        return given
-    programs = as_population([given] if is_single(given) else given, names)
-    lifted, constants = programs.lift_constants()
-    starts = [
-        np.concatenate([np.ones(program.parameters), numbers])
-        for program, numbers in zip(programs, constants, strict=True)
-    ]
-    return Batch.of(lifted, starts)
-
-
 # --------------------------------------------------------------------------------------- the result
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class SearchResult(Shown):
+class SearchResult(ShownFormulas):
     """Formulas that a search has found: of each size the best, as far as larger ones are better.
 
     It prints as a table, simplest formula first.
@@ -419,16 +408,14 @@ class SearchResult(Shown):
         """The text of each formula, over the names of the variables."""
         return [to_text(self.formula(index), self.names) for index in range(len(self))]
 
-    def _repr_html_(self) -> str:
-        return self._table(lambda program: f"${to_latex(program, self.names)}$").html()
-
-    def _table(self, shown: Callable[[Program], str] | None = None) -> TextTable:
-        shown = shown or (lambda program: shortened(to_text(program, self.names)))
+    def _table(self, latex: bool = False) -> TextTable:
         rows = []
         for index in range(min(len(self), MOST_ROWS)):
             numbers = self.batch.program_parameters(index)[0].tolist()
             rounded = [float(f"{value:.5g}") for value in numbers]
-            text = shown(self.batch.program(index).bind(rounded))
+            program = self.batch.program(index).bind(rounded)
+            plain = shortened(to_text(program, self.names))
+            text = f"${to_latex(program, self.names)}$" if latex else plain
             rows.append((str(self.sizes[index]), f"{self.losses[index]:.6g}", text))
         counted = f"{self.tried:,} formulas in {self.generations:,} generations, "
         note = f"{counted}{self.seconds:.1f} s, ended by {self.reason or 'nothing yet'}"

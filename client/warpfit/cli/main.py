@@ -73,13 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     open_standard_streams()
     watch_output()
-    words = _with_negative_numbers(sys.argv[1:] if arguments is None else arguments)
     try:
         try:
             with warnings.catch_warnings():
                 # The place in the code says nothing to users.
                 warnings.showwarning = lambda said, *_, **__: tell(f"warpfit: warning: {said}")
-                return _run(words)
+                return _run(sys.argv[1:] if arguments is None else arguments)
         finally:
             sys.stdout.flush()  # here, where an output that cannot be written can be dealt with
     except OSError:
@@ -96,20 +95,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         discard_errors()
 
 
-def _with_negative_numbers(words: Sequence[str]) -> list[str]:
-    """Put a space before negative numbers and row ranges, which argparse then takes for no flags.
-
-    Before Python 3.14 it knows -1 and -0.5 as numbers, and not -3e-5, -1. or -inf; formulas such as
-    -T/P it takes for flags.
-    """
-    end = words.index("--") if "--" in words else len(words)
-    return [
+def _run(given: Sequence[str]) -> int:
+    # Behind a space argparse takes negative numbers and row ranges for no flags. Before Python 3.14
+    # it knows -1 and -0.5 as numbers, and not -3e-5, -1. or -inf; formulas such as -T/P it takes
+    # for flags.
+    end = given.index("--") if "--" in given else len(given)
+    words = [
         f" {word}" if place < end and _BEGINS_WITH_MINUS.fullmatch(word) else word
-        for place, word in enumerate(words)
+        for place, word in enumerate(given)
     ]
-
-
-def _run(words: list[str]) -> int:
     try:
         if words and words[0] in _DELEGATED:
             from warpfit.embedded import require_server
@@ -118,7 +112,7 @@ def _run(words: list[str]) -> int:
             if module.startswith("warpfit_server"):
                 require_server()
             return int(import_module(module).main(words[1:]))
-        end = words.index("--") if words[:1] == ["ray"] and "--" in words else len(words)
+        end = end if words[:1] == ["ray"] else len(words)
         options = _parser().parse_args(words[:end] or ["--help"])
         options.flags = words[end + 1 :]
         command: Callable[[argparse.Namespace], None] = options.command
@@ -212,7 +206,11 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument("address", metavar="HOST:PORT", help="its metrics port")
     top.add_argument("--interval", type=seconds, default=2.0, metavar="SECONDS", help="default: 2")
     top.add_argument("--once", action="store_true", help="print one interval and end")
-    top.set_defaults(command=_top)
+    top.set_defaults(
+        command=lambda given: import_module("warpfit.cli.top").top(
+            given.address, given.interval, once=given.once
+        )
+    )
 
     cluster = commands.add_parser(
         "ray",
@@ -319,12 +317,6 @@ def _health(options: argparse.Namespace) -> None:
         tell(f"warpfit: {failure}")
     if status != "SERVING":
         raise SystemExit(1)
-
-
-def _top(options: argparse.Namespace) -> None:
-    from warpfit.cli.top import top
-
-    top(options.address, options.interval, once=options.once)
 
 
 def _ray(options: argparse.Namespace) -> None:

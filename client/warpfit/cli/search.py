@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,10 +21,6 @@ from warpfit.cli.table import add_table_flags, read_table, seconds, whole_from
 from warpfit.errors import InvalidArgumentError, require
 from warpfit.expressions.language import to_text
 from warpfit.transport.connection import add_flags, from_flags
-
-if TYPE_CHECKING:
-    from warpfit.sklearn import Equation, SymbolicRegressor
-
 
 #: Exit status for what has ended a search early: 128 plus the signal, or that of an error.
 _STATUS: Final = {"interrupt": 130, "terminate": 143, "server": 2}
@@ -79,7 +75,22 @@ def main(words: Sequence[str]) -> int:
     for name, text in model.subformulas_.items():
         print(f"{name} = {text}")
     if options.json:
-        text = json.dumps(_document(model, options), indent=2, allow_nan=False) + "\n"
+        names, rows = model._names(), []
+        for equation in model.front_:  # its text with all digits
+            row = {key: value for key, value in asdict(equation).items() if key != "program"}
+            rows.append(row | {"equation": to_text(equation.program, names)})
+        chosen = next(i for i, e in enumerate(model.front_) if e.program == model.program_)
+        document = {
+            "file": options.file.name,
+            "target": options.target,
+            "generations": model.n_iter_,
+            "reason": model.reason_,
+            "model_selection": options.model_selection,
+            "chosen": chosen,
+            "equation": rows[chosen]["equation"],
+            "front": rows,
+        }
+        text = json.dumps(for_json(document), indent=2, allow_nan=False) + "\n"
         with writing_file(options.json):
             options.json.write_text(text, encoding="utf-8")
     if options.plot:
@@ -197,26 +208,3 @@ def _seed(text: str) -> int:
     if text.strip().isdecimal() and int(text) < 2**32:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text.strip()!r} is no whole number from 0 to 4294967295")
-
-
-def _document(model: SymbolicRegressor, options: argparse.Namespace) -> dict[str, Any]:
-    names = model._names()
-
-    def row(equation: Equation) -> dict[str, Any]:
-        """Return the fields of an equation, its text with all digits."""
-        found = {key: value for key, value in asdict(equation).items() if key != "program"}
-        return found | {"equation": to_text(equation.program, names)}
-
-    rows = [row(equation) for equation in model.front_]
-    chosen = model.front_.index(next(e for e in model.front_ if e.program == model.program_))
-    found = {
-        "file": options.file.name,
-        "target": options.target,
-        "generations": model.n_iter_,
-        "reason": model.reason_,
-        "model_selection": options.model_selection,
-        "chosen": chosen,
-        "equation": rows[chosen]["equation"],
-        "front": rows,
-    }
-    return for_json(found)

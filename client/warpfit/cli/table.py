@@ -355,7 +355,13 @@ class ColumnChoice:
 def _read_csv(text: io.TextIOWrapper, file: str, options: argparse.Namespace) -> Table:
     each = iter(partial(_line, text), "")
     sample = list(islice(each, _SAMPLE_LINES))
-    sample[:1] = [_named_by_comment(sample)] if sample else []
+    below = next((line for line in sample if not _is_comment(line)), "")
+    if below.strip() and _is_comment(sample[0]):
+        # It names the columns if it has as many cells as the line below it.
+        bare, between = sample[0].lstrip().removeprefix("#"), _delimiter([below])
+        sign = None if between == " " else between
+        own, others = (len(line.split(sign)) for line in (bare, below))
+        sample[0] = bare.lstrip() if own == others else sample[0]
     delimiter = _delimiter([line for line in sample if not _is_comment(line)])
     # A comment becomes an empty line, so that places of errors stay right.
     told = ("\n" if _is_comment(line) else line for line in chain(sample, each))
@@ -432,19 +438,6 @@ def _read_csv(text: io.TextIOWrapper, file: str, options: argparse.Namespace) ->
 def _is_comment(line: str) -> bool:
     bare = line.lstrip().lower()
     return bare.startswith("#") and not bare.startswith("#n/a")  # which is a cell without a value
-
-
-def _named_by_comment(sample: Sequence[str]) -> str:
-    """Return the first line; a comment with as many cells as the line below it names columns."""
-    first, below = sample[0], next((line for line in sample if not _is_comment(line)), "")
-    if not _is_comment(first) or not below.strip():
-        return first
-    bare = first.lstrip().removeprefix("#")
-    delimiter = _delimiter([below])
-    own, others = (
-        len(line.split(None if delimiter == " " else delimiter)) for line in (bare, below)
-    )
-    return bare.lstrip() if own == others else first
 
 
 def _line(text: io.TextIOWrapper) -> str:

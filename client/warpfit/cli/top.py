@@ -163,42 +163,34 @@ def view(change: Change) -> Any:
     """Lay out what happened between two scrapes, as a rich renderable."""
     from rich.columns import Columns
 
-    tables = [_summary(change)]
-    for (title, label, metric), cells in _TABLES.items():
-        table = _table(title, label, *cells)
-        for value in change.after.labels(metric, label):
-            of = {label: value}
-            table.add_row(value, *(cell(change, of) for cell in cells.values()))
-        tables.append(table)
-    tables.insert(3, _stages(change))  # behind those of devices and calls
-    return Columns([table for table in tables if table.row_count], padding=(0, 3))
-
-
-def _summary(change: Change) -> Any:
     after = change.after
     build = next((labels for labels, _ in after.matching("warpfit_build_info")), {})
     state = "ready" if after.total("warpfit_ready") else "NOT READY"
-    table = _table(f"warpfit {build.get('version', '')} {build.get('engine', '')}: {state}")
+    summary = _table(f"warpfit {build.get('version', '')} {build.get('engine', '')}: {state}")
     rates = {"calls/s": "requests", "programs/s": "programs", "token-rows/s": "token_rows"}
     for title, name in rates.items():
-        table.add_row(title, _number(change.rate(f"warpfit_{name}_total")))
-    table.add_row("in flight", _number(after.total("warpfit_requests_in_flight")))
-    table.add_row("data sets", _number(after.total("warpfit_resident_datasets")))
+        summary.add_row(title, _number(change.rate(f"warpfit_{name}_total")))
+    summary.add_row("in flight", _number(after.total("warpfit_requests_in_flight")))
+    summary.add_row("data sets", _number(after.total("warpfit_resident_datasets")))
     sizes = ("warpfit_resident_bytes", "warpfit_resident_limit_bytes")
-    table.add_row("resident", _share(after, *sizes))
-    table.add_row("evictions", _number(after.total("warpfit_evictions_total")))
-    table.add_row("engine restarts", _number(after.total("warpfit_engine_restarts_total")))
-    return table
-
-
-def _stages(change: Change) -> Any:
-    table = _table("stages", "stage", "mean", "p99")
+    summary.add_row("resident", _share(after, *sizes))
+    summary.add_row("evictions", _number(after.total("warpfit_evictions_total")))
+    summary.add_row("engine restarts", _number(after.total("warpfit_engine_restarts_total")))
+    tables = [summary]
+    for (title, label, metric), cells in _TABLES.items():
+        table = _table(title, label, *cells)
+        for value in after.labels(metric, label):
+            of = {label: value}
+            table.add_row(value, *(cell(change, of) for cell in cells.values()))
+        tables.append(table)
+    stages = _table("stages", "stage", "mean", "p99")
     for stage in _STAGES:
         mean = change.mean("warpfit_stage_seconds", stage=stage)
         if mean is not None:
             high = change.quantile(0.99, "warpfit_stage_seconds", stage=stage)
-            table.add_row(stage, _seconds(mean), _seconds(high))
-    return table
+            stages.add_row(stage, _seconds(mean), _seconds(high))
+    tables.insert(3, stages)  # behind those of devices and calls
+    return Columns([table for table in tables if table.row_count], padding=(0, 3))
 
 
 def _table(title: str, *columns: str) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import CodeType
 from typing import Any, Final
 
 import numpy as np
@@ -31,6 +30,9 @@ from warpfit.request import Evaluation, Result
 # -------------------------------------------------------------------------------------- one program
 
 Floats = NDArray[np.float64]
+
+#: Code of a derivative's text.
+_compiled: Final = cache(lambda text: compile(text, "derivative", "eval"))
 
 
 def evaluate_program(program: Program, variables: ArrayLike, parameters: ArrayLike = ()) -> Floats:
@@ -92,9 +94,9 @@ def differentiate(
         result = np.asarray(operator.numpy(*values), dtype=np.float64)
         names = dict(zip(operator.operands, values, strict=True)) | {"r": result}
         slopes: dict[int, Floats] = {}
-        for operand, code in zip(operands, _partials(operator.derivative), strict=True):
+        for operand, text in zip(operands, operator.derivative, strict=True):
             if operand.slopes:
-                partial = eval(code, {"__builtins__": {}, **FUNCTIONS}, names)
+                partial = eval(_compiled(text), {"__builtins__": {}, **FUNCTIONS}, names)
                 for index, slope in operand.slopes.items():
                     passes = (partial != 0) & (slope != 0)
                     slopes[index] = slopes.get(index, 0.0) + np.where(passes, partial * slope, 0.0)
@@ -106,11 +108,6 @@ def differentiate(
     for index, slope in result.slopes.items():
         slopes[index] = slope
     return result.value, slopes
-
-
-@cache
-def _partials(texts: tuple[str, ...]) -> tuple[CodeType, ...]:
-    return tuple(compile(text, "derivative", "eval") for text in texts)
 
 
 #: Functions of the kernel language of `warpfit.ops` in NumPy.

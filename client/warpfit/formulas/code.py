@@ -289,7 +289,7 @@ class _Writer:
         """Fill in a template, and see to the functions that it calls."""
         pieces = []
         first = None
-        for literal, letter, wanted, _ in _parts(template):
+        for literal, letter, wanted, _ in Formatter().parse(template):
             pieces.append(literal)
             if letter is None:
                 continue
@@ -332,11 +332,6 @@ class _Writer:
 @lru_cache(maxsize=512)
 def _parsed(kernel: str) -> ast.expr:
     return ast.parse(kernel, mode="eval").body
-
-
-@lru_cache(maxsize=1024)
-def _parts(template: str) -> list[tuple[str, str | None, str | None, str | None]]:
-    return list(Formatter().parse(template))
 
 
 def _enclosed(operand: _Text, wanted: int) -> str:

@@ -287,14 +287,6 @@ def _tan(a: Intervals) -> Intervals:
     return _limited(_monotone("tan", a), ~has_pole & ~far)
 
 
-def _atan2(a: Intervals, b: Intervals) -> Intervals:
-    """Return the angle of (b, a): monotone in both where b > 0."""
-    found, right = _corners(np.arctan2, a, b), b.low > 0.0
-    all_angles = _number(a, -math.pi, math.pi)
-    both = _where(right, found, all_angles)
-    return _widened(_made(both.low, both.high, a.defined & b.defined))
-
-
 def _truth(yes: Mask, no: Mask, *operands: Intervals) -> Intervals:
     """Return 1 where a statement is sure to hold, 0 where it is sure not to, else both."""
     defined = np.logical_and.reduce([operand.defined for operand in operands])
@@ -335,19 +327,8 @@ def _and(a: Intervals, b: Intervals) -> Intervals:
     return _truth(a_yes & b_yes, a_no | b_no, a, b)
 
 
-def _choice(a: Intervals, b: Intervals, c: Intervals) -> Intervals:
-    yes, no = _sides(a)
-    return _limited(_where(yes, b, _where(no, c, _hull(b, c))), a.defined)
-
-
 def _extreme(function: Callable[..., Any], a: Intervals, b: Intervals) -> Intervals:
     return _made(function(a.low, b.low), function(a.high, b.high), a.defined & b.defined)
-
-
-def _analytic_quotient(a: Intervals, b: Intervals) -> Intervals:
-    size = _abs(b)
-    root = _widened(_made(np.hypot(1.0, size.low), np.hypot(1.0, size.high), size.defined), 1.0)
-    return _widened(_div(a, root))
 
 
 def _protected(
@@ -405,7 +386,13 @@ _RULES: Final[Mapping[str, Callable[..., Intervals]]] = {
     "cos": lambda a: _wave(a, 0.0, np.cos),
     "tan": _tan,
     **{name: partial(_monotone, name, domain=(-1.0, 1.0)) for name in ("asin", "acos")},
-    "atan2": _atan2,
+    # The angle of (b, a) is monotone in both where b > 0.
+    "atan2": lambda a, b: _widened(
+        _limited(
+            _where(b.low > 0.0, _corners(np.arctan2, a, b), _number(a, -math.pi, math.pi)),
+            a.defined & b.defined,
+        )
+    ),
     "cosh": lambda a: _monotone("cosh", _abs(a), values=(1.0, math.inf)),
     **{name: partial(_exact, name) for name in ("floor", "ceil", "round", "sign", "relu")},
     "lt": _less,
@@ -417,9 +404,13 @@ _RULES: Final[Mapping[str, Callable[..., Intervals]]] = {
     "and": _and,
     "or": lambda a, b: _not(_and(_not(a), _not(b))),
     "not": _not,
-    "where": _choice,
+    "where": lambda a, b, c: _limited(
+        _where(_sides(a)[0], b, _where(_sides(a)[1], c, _hull(b, c))), a.defined
+    ),
     "fma": lambda a, b, c: _RULES["add"](_corners(np.multiply, a, b), c),
-    "aq": _analytic_quotient,
+    "aq": lambda a, b: _widened(
+        _div(a, _widened(_corners(np.hypot, _number(b, 1.0), _abs(b)), 1.0))
+    ),
     "logabs": lambda a: _log("log", _abs(a)),
     "sqrtabs": lambda a: _RULES["sqrt"](_abs(a)),
     "powabs": lambda a, b: _pow(_abs(a), b),

@@ -211,12 +211,6 @@ def _fortran_number(value: float) -> str:
     return f"{digits}d{int(exponent or 0)}"
 
 
-def _r_number(value: float) -> str:
-    """R reads long decimals with an error, but not hexadecimal numbers."""
-    text = repr(value)
-    return text if len(text) <= 8 and "e" not in text else f"{value.hex()}"
-
-
 # Languages of the family of C
 # ----------------------------
 
@@ -353,22 +347,10 @@ _RUST: Final = Language(
 # Fortran
 # -------
 
-_FROM_C: Final = {"pow": "ab", "fmod": "ab"} | dict.fromkeys(
+#: Functions of C that elemental functions call, and their operands.
+_FROM_C: Final = {"pow": "a, b", "fmod": "a, b"} | dict.fromkeys(
     ("log1p", "expm1", "cbrt", "log2", "rint", "floor", "ceil"), "a"
 )
-
-
-def _from_c(name: str, operands: str) -> str:
-    """Return an elemental function that calls a function of C."""
-    arguments = ", ".join(operands)
-    return (
-        f"elemental double precision function formula_{name}({arguments})\n"
-        f"  double precision, intent(in) :: {arguments}\n  interface\n"
-        f"    pure real(c_double) function c_{name}({arguments}) bind(c, name='{name}')\n"
-        f"      import :: c_double\n      real(c_double), value, intent(in) :: {arguments}\n"
-        f"    end function\n  end interface\n"
-        f"  formula_{name} = c_{name}({arguments})\nend function"
-    )
 
 
 _FORTRAN: Final = Language(
@@ -388,7 +370,15 @@ _FORTRAN: Final = Language(
         **{"tgamma": "gamma({a})", "lgamma": "log_gamma({a})"},
     },
     missing=frozenset({"mod"}),
-    texts={name: _from_c(name, operands) for name, operands in _FROM_C.items()},
+    texts={
+        name: f"elemental double precision function formula_{name}({operands})\n"
+        f"  double precision, intent(in) :: {operands}\n  interface\n"
+        f"    pure real(c_double) function c_{name}({operands}) bind(c, name='{name}')\n"
+        f"      import :: c_double\n      real(c_double), value, intent(in) :: {operands}\n"
+        f"    end function\n  end interface\n"
+        f"  formula_{name} = c_{name}({operands})\nend function"
+        for name, operands in _FROM_C.items()
+    },
     first="module formula_module\n  use, intrinsic :: iso_c_binding, only: c_double\n"
     "  use, intrinsic :: ieee_arithmetic, only: ieee_value, ieee_positive_inf, ieee_quiet_nan\n"
     "  implicit none\n  private\n  public :: formula\ncontains",
@@ -420,7 +410,10 @@ _R: Final = Language(
     # A product keeps the dimensions of an array; integers of R overflow.
     as_float="{name} * 1",
     comment="# {}",
-    number=_r_number,
+    # R reads long decimals with an error, but not hexadecimal numbers.
+    number=lambda value: (
+        repr(value) if len(repr(value)) <= 8 and "e" not in repr(value) else value.hex()
+    ),
     infinity="Inf",
     nan="NaN",
     templates={

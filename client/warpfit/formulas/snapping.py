@@ -120,13 +120,16 @@ def snap(
         A result for each program.
 
     """
-    searches = [
-        _Search(
-            _rewritten(program, settings),
-            DefinedRegion(program, settings.low, settings.high, settings.sample),
-        )
-        for program in programs
-    ]
+    searches = []
+    for program in programs:
+        own = simplified(program, settings.assume_defined)
+        if not settings.assume_defined:
+            # In x2/x1*relu(x3) the exact rules multiply before they divide, which may leave the
+            # range of float64: they are not applied where that moves an overflow to other rows.
+            given, now = (np.isfinite(evaluate_program(p, settings.sample)) for p in (program, own))
+            own = own if np.array_equal(given, now) else program
+        region = DefinedRegion(program, settings.low, settings.high, settings.sample)
+        searches.append(_Search(own, region))
     yield from _begin(searches, programs, settings)
     while active := [search for search in searches if not search.done]:
         trials = [
@@ -138,20 +141,25 @@ def snap(
             break
         lifted = [lift(candidate) for _, candidate in trials]
         losses, fitted = yield [program for program, _ in lifted], [start for _, start in lifted]
-        _choose(trials, losses, fitted, settings)
+        found: dict[int, list[tuple[float, float, Program]]] = {}
+        for (search, candidate), loss, vector in zip(trials, losses, fitted, strict=True):
+            if loss <= search.allowed:
+                bound = lift(candidate)[0].bind(vector)
+                found.setdefault(id(search), []).append((_cost(candidate), float(loss), bound))
+        # The cheapest candidate is taken whose loss is low enough and that is defined wherever the
+        # formula that was given is, also between the rows: a constant that was fitted again may
+        # have brought a pole there.
+        for search in active:
+            for _, loss, program in sorted(found.get(id(search), []), key=lambda each: each[:2]):
+                shorter = Rules(settings.assume_defined).applied_once(program)
+                if search.region.keeps(shorter) and settings.allows(shorter):
+                    search.loss, search.program, search.done = loss, shorter, False
+                    # What fits much better than the formula that was given is not spoilt again.
+                    if loss < search.initial_loss - _MUCH_BETTER * abs(search.initial_loss):
+                        search.allow(loss, settings.tolerance)
+                    search.history.append(shorter)
+                    break
     return (yield from _finish(searches, settings))
-
-
-def _rewritten(program: Program, settings: SnapSettings) -> Program:
-    """Apply the exact rules, unless they move an overflow to other rows.
-
-    In ``x2/x1*relu(x3)`` they multiply before they divide, which may leave the range of float64.
-    """
-    found = simplified(program, settings.assume_defined)
-    if settings.assume_defined:
-        return found
-    given, now = (np.isfinite(evaluate_program(p, settings.sample)) for p in (program, found))
-    return found if np.array_equal(given, now) else program
 
 
 def _begin(
@@ -190,34 +198,6 @@ def _begin(
         if not search.done:
             search.floor = floor if math.isfinite(floor) else 0.0
             search.allow(search.loss, settings.tolerance)
-
-
-def _choose(
-    trials: list[tuple[_Search, Program]],
-    losses: Floats,
-    fitted: Sequence[Floats],
-    settings: SnapSettings,
-) -> None:
-    """Take for each formula the cheapest candidate that is allowed.
-
-    Its loss is low enough, and it is defined wherever the formula that was given is, also between
-    the rows: a constant that was fitted again may have brought a pole there.
-    """
-    found: dict[int, list[tuple[float, float, Program]]] = {}
-    for (search, candidate), loss, vector in zip(trials, losses, fitted, strict=True):
-        if loss <= search.allowed:
-            bound = lift(candidate)[0].bind(vector)
-            found.setdefault(id(search), []).append((_cost(candidate), float(loss), bound))
-    for search in {id(search): search for search, _ in trials}.values():
-        for _, loss, program in sorted(found.get(id(search), []), key=lambda each: each[:2]):
-            shorter = Rules(settings.assume_defined).applied_once(program)
-            if search.region.keeps(shorter) and settings.allows(shorter):
-                search.loss, search.program, search.done = loss, shorter, False
-                # What fits much better than the formula that was given is not spoilt again.
-                if loss < search.initial_loss - _MUCH_BETTER * abs(search.initial_loss):
-                    search.allow(loss, settings.tolerance)
-                search.history.append(shorter)
-                break
 
 
 def _finish(

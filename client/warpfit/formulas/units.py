@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -42,6 +43,8 @@ _OF_PINT: Final = {
     "[substance]": "mol", "[luminosity]": "cd",
 }  # fmt: skip
 _PART: Final = re.compile(r"([*/]?)\s*([A-Za-z]+|1)\s*(?:(?:\^|\*\*)\s*(-?\d+(?:\.\d+)?))?\s*")
+#: pint's units, which take a while to read.
+_registry: Final = cache(lambda: import_module("pint").UnitRegistry())
 #: Most characters of a unit for pint.
 _LONGEST: Final = 100
 #: Dimensions closer to each other than this are equal.
@@ -119,13 +122,6 @@ def _by_pint(text: str, field: str) -> Floats:
         return total
     except (pint.errors.PintError, AssertionError, LookupError, SyntaxError, ValueError) as error:
         raise _unknown(text, field, "Give a unit such as kg*m/s^2, or a mapping") from error
-
-
-@cache
-def _registry() -> Any:
-    import pint
-
-    return pint.UnitRegistry()
 
 
 def _unknown(text: str, field: str, remedy: str) -> InvalidArgumentError:

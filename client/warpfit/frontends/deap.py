@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from warpfit.errors import (
     InvalidArgumentError,
@@ -166,43 +165,37 @@ class Evaluator:
         prefix = converter.read(individuals)
         programs = prefix.population()
         if self.fit_iterations:
-            losses = self._fit(individuals, prefix, programs)
+            from deap.gp import MetaEphemeral
+
+            lifted, starts = programs.lift_constants()
+            # Leaves have the same order in prefix and in postfix.
+            constants = np.flatnonzero(prefix.codes[prefix.kinds] == CONSTANT)
+            kinds = (isinstance(type(entry), MetaEphemeral) for entry in prefix.objects)
+            is_ephemeral = np.fromiter(kinds, bool, len(prefix.objects))
+            ephemeral = is_ephemeral[prefix.kinds[constants]]
+            fit = self.client.optimize(
+                self.data,
+                lifted,
+                starts,
+                loss=self.loss,
+                rows=self.rows,
+                max_iterations=self.fit_iterations,
+                fixed=np.split(~ephemeral, np.cumsum(list(map(len, starts)))[:-1]),
+            )
+            ends = np.cumsum(prefix.lengths)
+            owners = np.searchsorted(ends, constants, side="right")
+            places = constants - (ends - prefix.lengths)[owners]
+            values = np.concatenate(fit.parameters)
+            chosen = (array[ephemeral].tolist() for array in (owners, places, values))
+            for owner, place, value in zip(*chosen, strict=True):
+                tree = individuals[owner]
+                # Parents and children share their nodes.
+                tree[place] = copy.copy(tree[place])
+                tree[place].value = value
+            losses = fit.loss
         else:
             losses = self.client.evaluate(self.data, programs, loss=self.loss, rows=self.rows)
         return [(loss,) for loss in np.where(np.isfinite(losses), losses, self._worst).tolist()]
-
-    def _fit(
-        self, trees: Sequence[Any], prefix: PrefixTrees, programs: Population
-    ) -> NDArray[np.float64]:
-        from deap.gp import MetaEphemeral
-
-        lifted, starts = programs.lift_constants()
-        # Leaves have the same order in prefix and in postfix.
-        constants = np.flatnonzero(prefix.codes[prefix.kinds] == CONSTANT)
-        kinds = (isinstance(type(entry), MetaEphemeral) for entry in prefix.objects)
-        is_ephemeral = np.fromiter(kinds, bool, len(prefix.objects))
-        ephemeral = is_ephemeral[prefix.kinds[constants]]
-        fit = self.client.optimize(
-            self.data,
-            lifted,
-            starts,
-            loss=self.loss,
-            rows=self.rows,
-            max_iterations=self.fit_iterations,
-            fixed=np.split(~ephemeral, np.cumsum(list(map(len, starts)))[:-1]),
-        )
-        ends = np.cumsum(prefix.lengths)
-        owners = np.searchsorted(ends, constants, side="right")
-        places = constants - (ends - prefix.lengths)[owners]
-        values = np.concatenate(fit.parameters)
-        chosen = (array[ephemeral].tolist() for array in (owners, places, values))
-        for owner, place, value in zip(*chosen, strict=True):
-            tree = trees[owner]
-            # Parents and children share their nodes.
-            tree[place] = copy.copy(tree[place])
-            tree[place].value = value
-        losses: NDArray[np.float64] = fit.loss
-        return losses
 
 
 class _Converter:
@@ -235,7 +228,29 @@ class _Converter:
         if arity == 0 and not isinstance(entry.value, str):
             return CONSTANT, _number(entry.value, entry.name), 0
         if arity:
-            return self._primitive(entry)
+            name: str = entry.name
+            function: Any = None
+            if name not in self.operators:
+                is_unknown = self.context is not None and name not in self.context
+                if name.startswith("ADF") or is_unknown:
+                    raise _adf(name)
+                function = (self.context or {}).get(name)
+                module = getattr(function, "__module__", "")
+                if isinstance(function, np.ufunc) or module in _MODULES:
+                    name = function.__name__
+                # With the primitive set the function itself is tried.
+                if name in AMBIGUOUS_DIVISIONS and function is None:
+                    raise InvalidArgumentError(
+                        f"DEAP primitive {name!r} means different things in different programs",
+                        "UNKNOWN_PRIMITIVE",
+                        "Pass pset, so that the function can be tried, or "
+                        f"operators={{{name!r}: 'zdiv'}} if it returns 1 where the divisor is 0",
+                        "expressions",
+                    )
+                if name in AMBIGUOUS_DIVISIONS:
+                    name = "zdiv"
+            names = {entry.name: self.functions.get(name, name)}
+            return operator_node(entry.name, entry.arity, names, "DEAP", function)
         # A symbolic terminal: an argument of the function, or a constant with a name.
         name = entry.value
         argument = _ARGUMENT.fullmatch(entry.name)
@@ -252,29 +267,6 @@ class _Converter:
             "Pass pset, or names with the data set's variables",
             "expressions",
         )
-
-    def _primitive(self, entry: Any) -> Node:
-        name: str = entry.name
-        function: Any = None
-        if name not in self.operators:
-            if name.startswith("ADF") or (self.context is not None and name not in self.context):
-                raise _adf(name)
-            function = (self.context or {}).get(name)
-            if isinstance(function, np.ufunc) or getattr(function, "__module__", "") in _MODULES:
-                name = function.__name__
-            # With the primitive set the function itself is tried.
-            if name in AMBIGUOUS_DIVISIONS and function is None:
-                raise InvalidArgumentError(
-                    f"DEAP primitive {name!r} means different things in different programs",
-                    "UNKNOWN_PRIMITIVE",
-                    "Pass pset, so that the function can be tried, or "
-                    f"operators={{{name!r}: 'zdiv'}} if it returns 1 where the divisor is 0",
-                    "expressions",
-                )
-            if name in AMBIGUOUS_DIVISIONS:
-                name = "zdiv"
-        names = {entry.name: self.functions.get(name, name)}
-        return operator_node(entry.name, entry.arity, names, "DEAP", function)
 
 
 def _indices(names: Sequence[str]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from sklearn.base import clone
@@ -29,7 +29,7 @@ from warpfit.calls.arguments import whole_number
 from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.expressions.reference import evaluate_program
 from warpfit.ir import Program
-from warpfit.losses import Loss, LossFunction, as_function, as_loss
+from warpfit.losses import Loss, as_function, as_loss
 from warpfit.sklearn.equations import Equation, selected
 from warpfit.sklearn.estimator import Floats, FormulaRegressor, TrainingData
 
@@ -102,7 +102,19 @@ def chance_of(
             f"Give at least {_LEAST_ROWS}",
             "X",
         )
-    loss = _loss_of_differences(model.get_params()["loss"])
+    function = as_function(as_loss(model.get_params()["loss"]))
+    loss = Loss.MSE if function.is_squares else function  # which ranks as the given one
+    if not function.is_squares:
+        f, y, w = np.random.default_rng(0).normal(size=(3, 64))
+        given, moved = np.stack([f, y, np.abs(w)]), np.stack([f - y, np.zeros(64), np.abs(w)])
+        own, others = (evaluate_program(function.row, each) for each in (given, moved))
+        if not np.allclose(own, others, equal_nan=True):
+            raise InvalidArgumentError(
+                "the loss does not depend on the differences of predictions and targets alone",
+                "LOSS_UNSUITABLE",
+                'Use one that does, such as "mse", "mae" or "huber"',
+                "loss",
+            )
     rng = np.random.default_rng(seed)
     first, second = np.array_split(rng.permutation(rows), 2)
     search = clone(model).set_params(checkpoint=None, callback=None, verbose=False)
@@ -128,9 +140,12 @@ def chance_of(
     for shift in range(n + 1):
         other = Program.variable(variables + shift)
         for equation in formulas:
-            program, start = _with_free_numbers(equation.program)
-            programs.append(Program.apply("sub", program, other))
-            starts.append(start)
+            # a + b f with the constants of f as parameters, too
+            inner, start = equation.program.lift_constants()
+            slope, intercept = map(Program.parameter, (inner.parameters, inner.parameters + 1))
+            scaled = Program.apply("add", Program.apply("mul", slope, inner), intercept)
+            programs.append(Program.apply("sub", scaled, other))
+            starts.append(np.concatenate([start, [1.0, 0.0]]))
     weights = training.weights[second]
     with client.upload(table, np.zeros(len(second)), weights, dtype="float64") as data:
         fit = client.optimize(data, programs, starts, loss=loss, standard_errors=False)
@@ -146,30 +161,3 @@ def chance_of(
         expression=formulas[int(losses[0].argmin())].equation,
         complexity=limit,
     )
-
-
-def _with_free_numbers(program: Program) -> tuple[Program, Floats]:
-    """Return a + b f with the constants of f as parameters, and where their fit begins."""
-    inner, start = program.lift_constants()
-    count = inner.parameters
-    slope, intercept = Program.parameter(count), Program.parameter(count + 1)
-    scaled = Program.apply("add", Program.apply("mul", slope, inner), intercept)
-    return scaled, np.concatenate([start, [1.0, 0.0]])
-
-
-def _loss_of_differences(given: Any) -> Loss | LossFunction:
-    """Return a loss that ranks as the given one and depends on the differences f - y alone."""
-    function = as_function(as_loss(given))
-    if function.is_squares:
-        return Loss.MSE
-    f, y, w = np.random.default_rng(0).normal(size=(3, 64))
-    w = np.abs(w)
-    moved = evaluate_program(function.row, np.stack([f - y, np.zeros(64), w]))
-    if not np.allclose(evaluate_program(function.row, np.stack([f, y, w])), moved, equal_nan=True):
-        raise InvalidArgumentError(
-            "the loss does not depend on the differences of predictions and targets alone",
-            "LOSS_UNSUITABLE",
-            'Use one that does, such as "mse", "mae" or "huber"',
-            "loss",
-        )
-    return function

@@ -359,20 +359,17 @@ class FormulaRules:
 
         return check
 
-    @cached_property
-    def _shown_units(self) -> Callable[[Genomes], Mask]:
-        if self.dimensions is None:
-            return lambda genomes: np.ones(len(genomes), np.bool_)
-        constant = 0.0 if self.dimensionless else np.nan
-        return consistency(self.dimensions, constant, self.target)
-
     def size(self, program: Program) -> int:
         """Return the complexity of a formula as it is shown."""
         return int(self.measure(Genomes.of(self.form.parts_of(program))).sum())
 
     def fits_unit(self, program: Program) -> bool:
         """Tell whether a formula, slope and intercept included, has a unit that fits."""
-        return bool(self._shown_units(Genomes.of([program]))[0])
+        if self.dimensions is None:
+            return True
+        constant = 0.0 if self.dimensionless else np.nan
+        is_consistent = consistency(self.dimensions, constant, self.target)
+        return bool(is_consistent(Genomes.of([program]))[0])
 
     def allows(self, program: Program) -> bool:
         """Tell whether a formula may be shown: whether it keeps to all that a user has ruled.

@@ -224,13 +224,6 @@ def _best(front: Sequence[Equation]) -> Equation:
     return max((e for e in front if e.excess <= limit), key=lambda equation: equation.score)
 
 
-def _by_evidence(front: Sequence[Equation]) -> Equation:
-    known = [equation for equation in front if not math.isnan(equation.evidence)]
-    if known:
-        return max(known, key=lambda equation: equation.evidence)
-    return min(front, key=lambda equation: equation.choice_length)
-
-
 def _by_prediction(front: Sequence[Equation]) -> Equation:
     known = [e for e in front if not math.isnan(e.predictive_length)]
     if not known:
@@ -268,7 +261,11 @@ SELECTIONS: Final[dict[str, Callable[[Sequence[Equation]], Equation]]] = {
     "accuracy": lambda front: min(reversed(front), key=lambda equation: equation.loss),
     "score": lambda front: max(front, key=lambda equation: equation.score),
     "description_length": lambda front: min(front, key=lambda e: e.choice_length),
-    "evidence": _by_evidence,
+    # Where none is known, the description length decides.
+    "evidence": lambda front: max(
+        front,
+        key=lambda e: (False, -e.choice_length) if math.isnan(e.evidence) else (True, e.evidence),
+    ),
     "prediction": _by_prediction,
 }
 

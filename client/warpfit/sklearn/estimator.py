@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Literal, NamedTuple, ParamSpec, Self, TypeVar
+from typing import Any, Final, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -44,6 +44,9 @@ from warpfit.transport.connection import TlsConfig
 P = ParamSpec("P")
 T = TypeVar("T")
 Floats = NDArray[np.float64]
+
+#: Fewest rows that are drawn of a table that is too large.
+_FEWEST_DRAWN: Final = 10_000
 
 
 class SearchWarning(UserWarning):
@@ -92,10 +95,14 @@ class FormulaRegressor(AnswersOtherWords, RegressorMixin, BaseEstimator, ABC):  
     """Set it to a client to use that one in place of ``address``; it is no parameter."""
     variable_names: tuple[str, ...] = ()
     """Set it to name the columns of arrays, which have no names; it is no parameter."""
+    digits: int | None = DIGITS
+    """Significant digits of constants in texts and LaTeX; None for all of them."""
     program_: Any
     """The formula; a list of them for a target of several columns."""
     expression_: str | list[str]
     """The same as text."""
+    _most_numbers: float = math.inf
+    """Numbers of a table, target included, for which there is time; of more rows some are taken."""
     start_seconds_: float
     """Seconds for which ``fit`` waited until a server was ready."""
 
@@ -135,10 +142,9 @@ class FormulaRegressor(AnswersOtherWords, RegressorMixin, BaseEstimator, ABC):  
             self.start_seconds_ = time.monotonic() - prepared
             begun += self.start_seconds_
             programs = [
-                self._find(client, self._in_units(given), begun, len(trainings))
-                for given in trainings
+                self._find(client, training, begun, len(trainings)) for training in trainings
             ]
-        texts = [self._text(program) for program in programs]
+        texts = [to_text(program, self._names(), self.digits) for program in programs]
         self.program_ = programs[0] if len(programs) == 1 else programs
         self.expression_ = texts[0] if len(texts) == 1 else texts
         return self
@@ -185,12 +191,9 @@ class FormulaRegressor(AnswersOtherWords, RegressorMixin, BaseEstimator, ABC):  
         unit = power_of_two(y)
         return float(r2_score(y / unit, self.predict(X) / unit, sample_weight=sample_weight))
 
-    def _text(self, program: Program) -> str:
-        return to_text(program, self._names(), DIGITS)
-
     def latex(self) -> str:
         """Return the LaTeX of the formula."""
-        return to_latex(self.program_, self._names(), DIGITS)
+        return to_latex(self.program_, self._names(), self.digits)
 
     @contextmanager
     def _client(self) -> Iterator[Client]:
@@ -215,16 +218,12 @@ class FormulaRegressor(AnswersOtherWords, RegressorMixin, BaseEstimator, ABC):  
         """Raise InvalidArgumentError for settings that make no sense."""
 
     @abstractmethod
-    def _in_units(self, training: TrainingData) -> TrainingData:
-        """Divide numbers by others, so that squares neither overflow nor vanish, and note these."""
-
-    @abstractmethod
     def _find(self, client: Client, training: TrainingData, begun: float, targets: int) -> Program:
         """Return the formula, and set the other attributes of a fitted estimator.
 
         Args:
             client: of the server.
-            training: rows of one target.
+            training: rows of one target, as they were given.
             begun: time of `time.monotonic` from which the time of ``fit`` counts.
             targets: number of targets, for each of which this is called.
 
@@ -252,7 +251,7 @@ class FormulaRegressor(AnswersOtherWords, RegressorMixin, BaseEstimator, ABC):  
             real_numbers(given, name)
         X, y = found
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-        count = self._most_rows(X.shape[1])
+        count = max(_FEWEST_DRAWN, self._most_numbers / (X.shape[1] + 1))
         if len(X) > count:
             chosen = check_random_state(getattr(self, "random_state", None)).permutation(len(X))
             taken = np.sort(chosen[: int(count)])
@@ -270,10 +269,6 @@ class FormulaRegressor(AnswersOtherWords, RegressorMixin, BaseEstimator, ABC):  
             rows, totals = table[first], np.add.reduceat(weights[order], first)
             trainings.append(TrainingData(rows[:, :-1], rows[:, -1], totals))
         return trainings
-
-    def _most_rows(self, variables: int) -> float:
-        """Return how many rows the time of a fit is enough for; of more some are taken."""
-        return math.inf
 
     def _features(self, X: Any) -> Floats:
         """Check what was given to ``predict``; return it as [rows, variables]."""
@@ -447,25 +442,23 @@ class ParameterOptimizer(FormulaRegressor):
         if self.start is not None and not np.isfinite(float_array(self.start)).all():
             raise bad_setting("start", self.start, "numbers that are finite")
 
-    def _in_units(self, training: TrainingData) -> TrainingData:
-        """Divide the target by the root of its size: squares of derivatives must not vanish."""
-        if not as_function(as_loss(self.loss)).is_squares:
-            return training
-        unit = power_of_two(training.target, 0.5)
-        return training._replace(target=training.target / unit, unit=unit)
-
     def _find(self, client: Client, training: TrainingData, begun: float, targets: int) -> Program:
         program = fitted = as_program(self.expression, self._names())
-        loss = as_loss(self.loss)
-        if training.unit != 1.0:
-            fitted = Program.apply("div", program, Program.constant(training.unit))
+        loss, target, unit = as_loss(self.loss), training.target, 1.0
+        if as_function(loss).is_squares:
+            # Divided by the root of its size: squares of derivatives must not vanish.
+            unit = power_of_two(target, 0.5)
+            target = target / unit
+        if unit != 1.0:
+            fitted = Program.apply("div", program, Program.constant(unit))
         if self.start is not None:
             starts = np.atleast_2d(float_array(self.start))
         else:
             draw = check_random_state(self.random_state).standard_normal
             drawn = draw((self.starts - 1, program.parameters))
             starts = np.vstack([np.ones((1, program.parameters)), drawn])
-        with client.upload(*training[:3], names=self._names(), dtype="float64") as data:
+        table = training.rows, target, training.weights
+        with client.upload(*table, names=self._names(), dtype="float64") as data:
             fit = client.optimize(
                 data,
                 [fitted],
@@ -479,7 +472,7 @@ class ParameterOptimizer(FormulaRegressor):
             )
         self.parameters_ = fit.parameters[0]
         self.standard_errors_ = fit.standard_errors[0] if fit.standard_errors else None
-        self.loss_ = float(fit.loss[0]) * loss_unit(loss, training.unit)
+        self.loss_ = float(fit.loss[0]) * loss_unit(loss, unit)
         self.reason_ = fit.reason[0]
         # scikit-learn wants at least one iteration to be reported.
         self.n_iter_ = max(1, int(fit.iterations[0]))

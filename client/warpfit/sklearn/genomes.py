@@ -35,10 +35,6 @@ OPERANDS: Final = MACROS.operands
 #: Code that makes one tree of two, for formulas that have several; no program has it.
 GLUE: Final = 15
 OPERANDS[GLUE] = 2
-#: Odd 64-bit numbers that mix hashes (from the fractional parts of square roots of primes).
-_MIX: Final = np.array(
-    [0x6A09E667F3BCC909, 0xBB67AE8584CAA73B, 0x3C6EF372FE94F82B, 0xA54FF53A5F1D36F1], np.uint64
-)
 
 
 @dataclass(slots=True, eq=False)
@@ -195,9 +191,7 @@ def tokens(codes: Any, values: Any = 0.0) -> Genomes:
     return Genomes(codes[used], np.broadcast_to(values, codes.shape)[used] * 1.0, _bounds(used))
 
 
-def fold(
-    genomes: Genomes, found: NDArray[Any], join: Join, unknown: Indices | None = None
-) -> NDArray[Any]:
+def fold(genomes: Genomes, found: NDArray[Any], join: Join) -> NDArray[Any]:
     """Compute a result for every subtree of every formula, operands before their operator.
 
     Args:
@@ -205,14 +199,13 @@ def fold(
         found: result at each leaf, [tokens]; those of operators are written into it.
         join: makes operators' results from their operands'; those of operands that an operator
             does not have are of any token.
-        unknown: the operators without a result if not all of them are, in ascending order.
 
     Returns:
         The result of the subtree that ends at each token, [tokens].
 
     """
     spans = genomes.spans
-    operators = np.flatnonzero(spans > 1) if unknown is None else unknown
+    operators = np.flatnonzero(spans > 1)
     begun = np.cumsum(np.bincount(operators + 1 - spans.take(operators), minlength=len(spans)))
     above = begun.take(operators) - np.arange(len(operators))
     levels = above.max(initial=0) - above

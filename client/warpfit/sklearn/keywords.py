@@ -49,11 +49,11 @@ _LOSSES_WITH_A_NUMBER: Final = {
 }
 #: What to write for another loss.
 _LOSS_AS_TEXT: Final = "loss= as text over f, y, w and d = f - y, such as 'where(d > 0, d, -2*d)'"
-#: Our criteria by their names in Operon.
+#: Our criteria, as they are written, by their names in Operon.
 _CRITERIA: Final = {
-    "minimum_description_length": "description_length",
-    "bayesian_information_criterion": "evidence",
-    "mean_squared_error": "accuracy",
+    "minimum_description_length": "'description_length'",
+    "bayesian_information_criterion": "'evidence'",
+    "mean_squared_error": "'accuracy'",
 }
 
 
@@ -137,36 +137,15 @@ def _loss(value: Any) -> str:
     return f"loss={short[0]!r}" if short else _LOSS_AS_TEXT
 
 
-def _criterion(value: Any) -> str:
-    known = _CRITERIA.get(str(value))
-    return f"model_selection={known!r}" if known else "model_selection="
-
-
-def _depth(value: Any) -> str:
-    """Translate a depth, of the formulas of the first generation the least and the greatest."""
-    return f"constraints={{'depth': {value[-1] if isinstance(value, tuple) else value!r}}}"
-
-
 def _template(value: Any) -> str:
     shown = getattr(value, "combine", None)
     return f"template={shown!r}" if isinstance(shown, str) else "template='f(x1) * exp(-g(x2))'"
-
-
-def _sample(value: Any) -> str:
-    """Translate the number of rows of a comparison; gplearn's is a part of all rows."""
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value > 1
-    return f"sample_rows={value}" if is_count else "sample_rows= with a number of rows"
 
 
 def _names(value: Any) -> str:
     is_list = isinstance(value, Iterable) and not isinstance(value, str)
     given = list(value) if is_list else []
     return f"a DataFrame with columns {given}" if given else "a DataFrame, whose columns have names"
-
-
-def _table(value: Any) -> str:
-    is_file = isinstance(value, str) and value.endswith(".csv")
-    return f"output={value if is_file else 'front.csv'!r}"
 
 
 def _all(*words: str, to: Translation) -> dict[str, Translation]:
@@ -198,7 +177,12 @@ OF_OTHER_ESTIMATORS: Final[Mapping[str, Translation]] = {
     "population_size": renamed("population"),
     **_all("populations", "pool_size", to="population= for all formulas together"),
     **_all("maxsize", "max_length", "max_complexity", to=renamed("max_size")),
-    **_all("maxdepth", "max_depth", "init_depth", to=_depth),
+    **_all(
+        *("maxdepth", "max_depth", "init_depth"),  # of first formulas the least and the greatest
+        to=lambda value: (
+            f"constraints={{'depth': {value[-1] if isinstance(value, tuple) else value!r}}}"
+        ),
+    ),
     "nested_constraints": lambda value: f"constraints={{'nesting': {value!r}}}",
     **_all("timeout_in_seconds", "max_time", "time_limit", "timeout", to=renamed("max_seconds")),
     **_all("device", "devices", to="engine='auto', which takes the GPUs if there are some"),
@@ -209,7 +193,7 @@ OF_OTHER_ESTIMATORS: Final[Mapping[str, Translation]] = {
         *("use_frequency", "use_frequency_in_tournament"),
         to="max_size= or model_selection=: equations_ has the best formula of each size",
     ),
-    "model_selection_criterion": _criterion,
+    "model_selection_criterion": lambda value: f"model_selection={_CRITERIA.get(str(value), '')}",
     "dimensionless_constants_only": renamed("dimensionless_constants"),
     "dimensional_constraint_penalty": Without("a formula of wrong units is no candidate at all"),
     **_all(
@@ -218,13 +202,23 @@ OF_OTHER_ESTIMATORS: Final[Mapping[str, Translation]] = {
     ),
     **_all("max_evals", "max_evaluations", to="generations= or max_seconds="),
     "should_simplify": renamed("simplify"),
-    **_all("batching", "batch_size", "max_samples", to=_sample),
+    **_all(
+        *("batching", "batch_size", "max_samples"),  # gplearn's is a part of all rows
+        to=lambda value: (
+            f"sample_rows={value if type(value) is int and value > 1 else ' with a number of rows'}"
+        ),
+    ),
     "optimizer_iterations": renamed("fit_iterations"),
     "optimizer_likelihood": "loss=, such as 'poisson' or 'gaussian'",
     **_all("verbosity", "update_verbosity", "progress", to=lambda value: f"verbose={bool(value)}"),
     "print_precision": renamed("digits"),
     **_all("output_directory", "run_id", to="checkpoint= and output="),
-    **_all("equation_file", "temp_equation_file", to=_table),
+    **_all(
+        *("equation_file", "temp_equation_file"),
+        to=lambda file: (
+            f"output={file if isinstance(file, str) and file.endswith('.csv') else 'front.csv'!r}"
+        ),
+    ),
     "extra_sympy_mappings": "warpfit.define('name', 'formula'), and the name in operators=",
     "expression_spec": _template,
     "fraction_replaced_guesses": "guesses= alone",
@@ -440,8 +434,17 @@ def explains_keywords(
             wrong = {name: value for name, value in kwargs.items() if name not in known}
             if wrong:
                 what = type(args[0]).__name__ if args else method.__qualname__
-                own = type(args[0]) if args and method.__name__ != "__init__" else None
-                raise _unknown_keywords(what, wrong, known, _with_settings(own, others))
+                meant = others
+                if args and method.__name__ != "__init__":
+                    # A method may be given settings, and what they are called elsewhere.
+                    owner, where = type(args[0]), f"{what}(...)"
+                    words = getattr(owner, "_other_parameters", ())
+                    meant = {
+                        **dict.fromkeys(words, f"it as a setting of {where}"),
+                        **{name: f"{name}= into {where}" for name in signature(owner).parameters},
+                        **others,
+                    }
+                raise _unknown_keywords(what, wrong, known, meant)
             return method(*args, **kwargs)
 
         return explained
@@ -455,16 +458,6 @@ def is_code(text: str) -> bool:
         return bool(ast.parse(f"f({text})"))
     except SyntaxError:
         return False
-
-
-def _with_settings(owner: Any, others: Mapping[str, Translation]) -> Mapping[str, Translation]:
-    """Add the settings of an estimator, which a method is given, and what they are elsewhere."""
-    if owner is None:
-        return others
-    where = f"{owner.__name__}(...)"
-    settings = {name: f"{name}= into {where}" for name in signature(owner).parameters}
-    words = dict.fromkeys(getattr(owner, "_other_parameters", ()), f"it as a setting of {where}")
-    return {**words, **settings, **others}
 
 
 def _unknown_keywords(

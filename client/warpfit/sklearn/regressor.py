@@ -94,9 +94,8 @@ _SLOPE_AND_INTERCEPT: Final = 4
 _MOST_TOKENS: Final = 5_000_000
 #: Attributes that have formulas of the last searches by target.
 _OF_SEARCHES: Final = ("_formulas", "_wholes")
-#: Numbers of a table for each second of the time that is given, and fewest rows that are drawn.
+#: Numbers of a table for each second of the time that is given.
 _NUMBERS_A_SECOND: Final = 1e6
-_FEWEST_DRAWN: Final = 10_000
 
 #: A value above this, and above this multiple of all but a twentieth of the others, may be none.
 _MARKER: Final = 1e9
@@ -608,9 +607,6 @@ class SymbolicRegressor(FormulaRegressor):
         check_is_fitted(self)
         return self._fronts[0] if isinstance(self.program_, Program) else self._fronts
 
-    def _text(self, program: Program) -> str:
-        return to_text(program, self._names(), self.digits)
-
     def _front(self, output: int) -> list[eq.Equation]:
         """Return the equations of a target; raise InvalidArgumentError if there is none."""
         if not -len(self._fronts) <= output < len(self._fronts):
@@ -717,9 +713,23 @@ class SymbolicRegressor(FormulaRegressor):
         self._fresh_fronts: list[list[eq.Equation]] = []
         if getattr(getattr(y, "dtype", None), "kind", "") == "b":
             _warn("the target is true or false: SymbolicClassifier finds a formula for the odds")
+        # So many as are prepared, sent and measured in a part of the time.
+        seconds = _number(self.max_seconds)  # NaN for None, and for what is refused later
+        self._most_numbers = seconds * _NUMBERS_A_SECOND if seconds > 0.0 else math.inf
         if self.group is None:
             self._given = super()._trainings(X, y, sample_weight)
-            self._warn_of_markers(self._given)
+            own, targets = self._names(), [training.target for training in self._given]
+            names = [to_text(Program.variable(place), own) for place in range(self._variables)]
+            names += ["the target"] * len(targets)
+            # Values so far from all others may stand for missing ones.
+            for name, column in zip(names, [*self._given[0].rows.T, *targets], strict=True):
+                sizes = np.sort(np.abs(column[column != 0.0]))
+                last = sizes[len(sizes) - max(1, len(sizes) // 20) - 1 :]
+                far = np.flatnonzero(last[1:] > _MARKER * last[:-1])
+                if len(far) and last[-1] > _MARKER and len(sizes) > 2:
+                    _warn(f"{name} is up to {last[-1]:.4g} in size, and otherwise at most "
+                          f"{last[far[0]]:.4g}. If this stands for a missing value, leave its row "
+                          "out, or give it a sample_weight of 0")  # fmt: skip
             return self._given
         X, self._group_place, groups = encoded(X, self.group, None)
         self._given = []
@@ -730,27 +740,6 @@ class SymbolicRegressor(FormulaRegressor):
             self._given.append(training._replace(rows=rows, groups=numbers))
         self.groups_ = groups
         return self._given
-
-    def _warn_of_markers(self, trainings: Sequence[TrainingData]) -> None:
-        """Warn of values so far from all others that they may stand for missing ones."""
-        columns = [*trainings[0].rows.T, *(training.target for training in trainings)]
-        own, count = self._names(), self._variables
-        names = [to_text(Program.variable(place), own) for place in range(count)]
-        for name, column in zip([*names, *["the target"] * len(trainings)], columns, strict=True):
-            sizes = np.sort(np.abs(column[column != 0.0]))
-            last = sizes[len(sizes) - max(1, len(sizes) // 20) - 1 :]
-            far = np.flatnonzero(last[1:] > _MARKER * last[:-1])
-            if len(far) and last[-1] > _MARKER and len(sizes) > 2:
-                _warn(f"{name} is up to {last[-1]:.4g} in size, and otherwise at most "
-                      f"{last[far[0]]:.4g}. If this stands for a missing value, leave its row out, "
-                      "or give it a sample_weight of 0")  # fmt: skip
-
-    def _most_rows(self, variables: int) -> float:
-        """Return how many rows are prepared, sent and measured in a part of the time."""
-        seconds = _number(self.max_seconds)
-        if not seconds > 0.0:  # None, or what is refused later
-            return math.inf
-        return max(_FEWEST_DRAWN, seconds * _NUMBERS_A_SECOND / (variables + 1))
 
     def _features(self, X: Any) -> Floats:
         if self.group is not None:
@@ -767,23 +756,6 @@ class SymbolicRegressor(FormulaRegressor):
     def _variables(self) -> int:
         """Number of columns that formulas may have."""
         return int(self.n_features_in_) - (self.group is not None)
-
-    def _in_units(self, training: TrainingData) -> TrainingData:
-        """Divide target and variables by their sizes if squares could overflow or vanish.
-
-        Losses that are no squares are minimised as they are, and so are those of a template
-        and of groups.
-        """
-        if not as_function(as_loss(self.loss)).is_squares or not (
-            self.template is None and self.group is None
-        ):
-            return training
-        unit = power_of_two(training.target)
-        units = tuple(map(power_of_two, training.rows.T))
-        if {unit, *units} == {1.0}:
-            return training
-        rows, target = training.rows / np.array(units), training.target / unit
-        return training._replace(rows=rows, target=target, unit=unit, variable_units=units)
 
     @explains_keywords(OF_OTHER_FITS)
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
@@ -810,10 +782,30 @@ class SymbolicRegressor(FormulaRegressor):
             UnavailableError: if the server cannot be reached or started.
 
         """
-        with _termination_interrupts():
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
             return super().fit(X, y, sample_weight)
 
+        def terminate(*_: Any) -> None:
+            raise Terminated
+
+        signal.signal(signal.SIGTERM, terminate)
+        try:
+            return super().fit(X, y, sample_weight)
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
     def _find(self, client: Client, training: TrainingData, begun: float, targets: int) -> Program:
+        is_plain = self.template is None and self.group is None
+        if is_plain and as_function(as_loss(self.loss)).is_squares:
+            # Numbers are divided whose squares could overflow or vanish. Other losses are minimised
+            # as they are, and so are those of a template and of groups.
+            unit, units = power_of_two(training.target), tuple(map(power_of_two, training.rows.T))
+            if {unit, *units} != {1.0}:
+                rows, target = training.rows / np.array(units), training.target / unit
+                training = training._replace(
+                    rows=rows, target=target, unit=unit, variable_units=units
+                )
         rng = np.random.default_rng(check_random_state(self.random_state).randint(2**31))
         template = self._template()
         grouped = training.groups is not None
@@ -860,7 +852,15 @@ class SymbolicRegressor(FormulaRegressor):
                 progress.save(task.formulas)
             self._warn_of_end(task.undone)
         if self.model_selection == "evidence":
-            front = self._with_evidence(client, front, output)
+            # It is that of their constants as they are, on all rows.
+            lifted = [equation.program.lift_constants() for equation in front]
+            with client.upload(*self._given[output][:3], dtype="float64") as data:
+                fit = client.optimize(
+                    data, *zip(*lifted, strict=True), max_iterations=0, evidence=True
+                )
+            assert fit.evidence is not None  # it was asked for
+            factors = fit.evidence.bayes_factor.tolist()
+            front = [replace(e, evidence=value) for e, value in zip(front, factors, strict=True)]
         self._fresh_fronts.append(front)
         table = self._table_file(output)
         if table is not None:
@@ -909,17 +909,6 @@ class SymbolicRegressor(FormulaRegressor):
         if self.undone_ and self.reason_ not in INTERRUPTIONS:
             message += f" ({what_else}). Give more time, or less population, sample_rows or rows"
         _warn(message)
-
-    def _with_evidence(
-        self, client: Client, front: list[eq.Equation], output: int
-    ) -> list[eq.Equation]:
-        """Add the evidence for equations: that of their constants as they are, on all rows."""
-        lifted = [equation.program.lift_constants() for equation in front]
-        with client.upload(*self._given[output][:3], dtype="float64") as data:
-            fit = client.optimize(data, *zip(*lifted, strict=True), max_iterations=0, evidence=True)
-        assert fit.evidence is not None  # it was asked for
-        factors = fit.evidence.bayes_factor.tolist()
-        return [replace(e, evidence=value) for e, value in zip(front, factors, strict=True)]
 
     def _checkpoint_file(self, output: int) -> Path | None:
         """Return the file of a target; those of further targets have a number behind the name."""
@@ -1009,24 +998,6 @@ class SymbolicRegressor(FormulaRegressor):
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
-
-
-@contextmanager
-def _termination_interrupts() -> Iterator[None]:
-    """Let SIGTERM raise `Terminated` in this block, where it would end the process."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-
-    def terminate(*_: Any) -> None:
-        raise Terminated
-
-    signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _warn(text: str) -> None:

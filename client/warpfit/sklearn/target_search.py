@@ -691,7 +691,21 @@ class TargetSearch:
             front = [replace(each, r2=self.selection.r2(each.program, rows)) for each in front]
         unit, units = self.training.unit, self.training.variable_units
         if self.training.groups is not None:
-            return [self._by_group(equation) for equation in front]
+            tables, found = self.selection.tables, []
+            for equation in front:
+                if (table := tables.get(equation.program)) is not None:
+                    # Parameters take the place of the constants of groups.
+                    program = self.form.lifted(equation.program, free=True)[0]
+                    text, latex = self._texts(program)
+                    equation = replace(
+                        equation,
+                        program=program,
+                        equation=text,
+                        latex=latex,
+                        constants=tuple(map(tuple, table.tolist())),
+                    )
+                found.append(equation)
+            return found
         if not units:
             return front
         factor = loss_unit(self.loss, unit)
@@ -746,16 +760,6 @@ class TargetSearch:
                 "max_size",
             )
         return found
-
-    def _by_group(self, equation: Equation) -> Equation:
-        """Return an equation with parameters in the place of the constants of groups."""
-        table = self.selection.tables.get(equation.program)
-        if table is None:
-            return equation
-        program = self.form.lifted(equation.program, free=True)[0]
-        text, latex = self._texts(program)
-        constants = tuple(map(tuple, table.tolist()))
-        return replace(equation, program=program, equation=text, latex=latex, constants=constants)
 
     @property
     def loss(self) -> Loss | LossFunction:

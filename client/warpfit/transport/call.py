@@ -156,7 +156,7 @@ class CallingBack(Generic[P, T]):
         self._function = function
 
     def __enter__(self) -> Callable[P, T]:
-        return self._call
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, _CallbackError):
@@ -164,7 +164,8 @@ class CallingBack(Generic[P, T]):
             error.__context__ = None  # or Python would make the caller's error its own context
             raise cause
 
-    def _call(self, *args: P.args, **kwargs: P.kwargs) -> T:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function."""
         try:
             with HeldSignals.released():
                 return self._function(*args, **kwargs)

@@ -180,7 +180,28 @@ class Servers:
             (only,) = self._servers.values()
             return None if tried else only
         with self._lock:
-            chosen = self._choose(tried, content_id, nbytes)
+            now = self.clock()
+            homes = self.homes(content_id, nbytes)
+            alive = [server for server in homes if server.refusals.get(content_id, 0.0) <= now]
+            if not alive and not tried:
+                ranked = self._ranked(content_id)
+                if all(server.refusals.get(content_id, 0.0) > now for server in ranked):
+                    for server in ranked:  # all have refused the data set, so all are asked again
+                        del server.refusals[content_id]
+            up = [server for server in alive if server.down_until <= now and server not in tried]
+            chosen: Server | None = None
+            if up:
+                # First those whose turn it is to be asked whether they are there.
+                chosen = min(up, key=lambda one: (one.is_trusted, one.outstanding, self._draw()))
+            elif not any(server.is_trusted for server in alive):
+                # No home is merely busy: the next in rank takes over, and is sent the data set.
+                for server in self._ranked(content_id)[len(homes) :]:
+                    is_asked = server.down_until <= now and server not in tried
+                    if is_asked and server.refusals.get(content_id, 0.0) <= now:
+                        chosen = server
+                        break
+            if chosen is None and homes and not tried:
+                chosen = min(homes, key=lambda one: one.down_until)
             if chosen is not None:
                 chosen.outstanding += 1
                 if not chosen.is_trusted:  # others keep away until this attempt has an outcome
@@ -204,27 +225,6 @@ class Servers:
         """Return how long to wait for a server's first answer: longer if there is no other one."""
         has_others = any(other.is_trusted for other in self)
         return PROBE_SECONDS * (1 if has_others else 2 ** min(server.failures, 4))
-
-    def _choose(self, tried: Sequence[Server], content_id: bytes, nbytes: int) -> Server | None:
-        now = self.clock()
-        homes = self.homes(content_id, nbytes)
-        alive = [server for server in homes if server.refusals.get(content_id, 0.0) <= now]
-        if not alive and not tried:
-            ranked = self._ranked(content_id)
-            if all(server.refusals.get(content_id, 0.0) > now for server in ranked):
-                for server in ranked:  # all have refused the data set, so all are asked again
-                    del server.refusals[content_id]
-        up = [server for server in alive if server.down_until <= now and server not in tried]
-        if up:
-            # First those whose turn it is to be asked whether they are there.
-            return min(up, key=lambda one: (one.is_trusted, one.outstanding, self._draw()))
-        if not any(server.is_trusted for server in alive):
-            # No home is merely busy: the next in rank takes over, and will be sent the data set.
-            for server in self._ranked(content_id)[len(homes) :]:
-                is_asked = server.down_until <= now and server not in tried
-                if is_asked and server.refusals.get(content_id, 0.0) <= now:
-                    return server
-        return None if tried or not homes else min(homes, key=lambda one: one.down_until)
 
     def _ranked(self, content_id: bytes) -> list[Server]:
         ranking = self._rankings.get(content_id)
@@ -396,7 +396,16 @@ class Failover:
         error: errors.WarpfitError | None = None
         while True:
             if servers.is_several:
-                error = self._find_servers() or error
+                try:
+                    if servers.must_resolve():
+                        if any(servers):
+                            threading.Thread(target=self._resolve, daemon=True).start()
+                        else:
+                            servers.update(self.connection.target.find())
+                    for address in servers.forgotten():
+                        self.transport.forget(address)
+                except errors.UnavailableError as unknown:  # no address is known
+                    error = unknown
             server = servers.acquire(tried, *place)
             if server is None:
                 assert error is not None, "a request without a failure gets a server"
@@ -451,7 +460,22 @@ class Failover:
         That is repeated while uploads succeed: others may evict or remove the data set each time.
         """
         if self.servers.is_several and not server.is_trusted:
-            self._probe(server, request.deadline)
+            # Something small is asked, because a call to a machine that is gone would wait long.
+            left, seconds = request.deadline.remaining(), self.servers.probe_seconds(server)
+            seconds = seconds if left is None else min(left, seconds)
+            probe = Request("GetServerInfo", codec.info_request(), deadline=Deadline(seconds))
+            try:
+                self.call_one(server, probe)
+            except errors.DeadlineExceededError as error:
+                raise errors.UnavailableError(
+                    f"{server.address} has not answered within {seconds:g} s",
+                    "NO_ANSWER",
+                    "Check that the server runs and that the network lets its port pass",
+                ) from error
+            except errors.UnavailableError:
+                raise
+            except errors.WarpfitError:
+                pass  # the server is there; what it refuses is not what the request is about
         uploads = 0
         try:
             while True:
@@ -533,25 +557,6 @@ class Failover:
         """Wait, at most until the requests are cancelled."""
         (time.sleep if self.cancellation is None else self.cancellation.sleep)(seconds)
 
-    def _probe(self, server: Server, deadline: Deadline) -> None:
-        """Ask something small, because a call to a machine that is gone would wait long."""
-        left, seconds = deadline.remaining(), self.servers.probe_seconds(server)
-        seconds = seconds if left is None else min(left, seconds)
-        try:
-            self.call_one(
-                server, Request("GetServerInfo", codec.info_request(), deadline=Deadline(seconds))
-            )
-        except errors.DeadlineExceededError as error:
-            raise errors.UnavailableError(
-                f"{server.address} has not answered within {seconds:g} s",
-                "NO_ANSWER",
-                "Check that the server runs and that the network lets its port pass",
-            ) from error
-        except errors.UnavailableError:
-            raise
-        except errors.WarpfitError:
-            return  # the server is there; what it refuses is not what the request is about
-
     def _pause(self, retries: Retries, error: errors.WarpfitError) -> float:
         """Return the seconds to wait; raise ``error`` if it cannot help or has taken too long."""
         if (ended := self.connection.target.find_end()) is not None:
@@ -573,20 +578,6 @@ class Failover:
             longest = round(patience if left is None else min(patience, left), 1)
             _log.warning("%s; waiting for a server, for up to %g s", error.message, longest)
         return pause
-
-    def _find_servers(self) -> errors.UnavailableError | None:
-        """Ask for the servers' addresses when it is time; return why none is known, if so."""
-        try:
-            if self.servers.must_resolve():
-                if any(self.servers):
-                    threading.Thread(target=self._resolve, daemon=True).start()
-                else:
-                    self.servers.update(self.connection.target.find())
-        except errors.UnavailableError as error:
-            return error
-        for address in self.servers.forgotten():
-            self.transport.forget(address)
-        return None
 
     def _resolve(self) -> None:
         try:

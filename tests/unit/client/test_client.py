@@ -145,14 +145,14 @@ def test_a_with_block_gives_back_and_the_owner_removes(client, server):
 def test_a_data_set_that_is_evicted_again_and_again_is_uploaded_again(client, server, monkeypatch):
     data, pauses = client.upload(X), []
     monkeypatch.setattr(failover.Failover, "sleep", lambda _, seconds: pauses.append(seconds))
-    evaluate, evictions = server._methods["Evaluate"], iter(range(20))
+    evaluate, evictions = server._evaluate, iter(range(20))
 
     def evict(message):
         if next(evictions, None) is not None:
             server.forget()
         return evaluate(message)
 
-    monkeypatch.setitem(server._methods, "Evaluate", evict)
+    monkeypatch.setattr(server, "_evaluate", evict)
     np.testing.assert_array_equal(client.evaluate(data, "x1")[:, 0], X[:, 0])
     assert len(pauses) == 19, "between uploads"
     assert max(pauses) <= 1

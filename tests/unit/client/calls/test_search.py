@@ -114,9 +114,8 @@ class Interrupted(testing.InProcessServer):
     def __init__(self, *attempts):
         super().__init__()
         self.attempts, self.requests = list(attempts), []
-        self._methods["Search"] = self._attempt
 
-    def _attempt(self, message):
+    def _search(self, message):
         self.requests.append(search_codec.search_from_message(message))
         *answers, failure = self.attempts.pop(0)
         for answer in answers:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import warpfit
 from support.servers.examples import EXPRESSIONS, PARAMETERS, QUICK, X, expected_values
-from support.servers.loopback import serve
+from support.servers.loopback import fail_calls, serve
 from warpfit import testing
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.dataset import DatasetReference
@@ -280,12 +280,9 @@ def test_a_call_that_fails_goes_to_another_server_at_once(fleet, client, error, 
 
 
 def test_data_go_to_a_server_that_has_room(fleet, client, monkeypatch):
-    def refuse(_messages):
-        raise NO_ROOM
-
     full = list(fleet.values())[:2]
     for server in full:
-        monkeypatch.setitem(server._methods, "UploadVariables", refuse)
+        fail_calls(server, "UploadVariables", *[NO_ROOM] * 10)
     data = client.upload(X)
     for _ in range(10):
         np.testing.assert_array_equal(client.evaluate(data, "x1")[:, 0], X[:, 0])
