@@ -406,7 +406,7 @@ def build_batch(
     if isinstance(programs, Population):
         programs.check_dtypes()
     else:
-        programs = expression_list(programs)
+        programs = list(programs) if isinstance(programs, list) else expression_list(programs)
         is_converted = set(map(type, programs)) == {Program}
         programs = cache.of(programs) if is_converted else as_population(programs, names)
     entries: Any = None
