@@ -1,18 +1,25 @@
 """Measure the cost of a call around the engine: CPU time of client and decoder, latency, start-up.
 
-``run.py service/calls`` writes two results into ``--folder``. Calls ask for the losses of 300
-programs of the random mix with their parameters.
+``run.py service/calls`` writes three results into ``--folder``. Calls ask for the losses of 300
+programs of the random mix with their parameters, in ``--rounds``.
 
 * call_cost.json: processor time of the process, gRPC's threads included, because the clock depends
   on who else uses the machine; the answers come from another process on loopback that computes
   nothing. ``grpc_alone`` is a call of its own by gRPC alone, one message for one: the same bytes,
   nothing encoded or decoded; ``open_call_alone`` is the same in a call that stays open.
 * service.json: with a real server, what passes beyond the engine's own time, and its start-up.
+* conversion.json: processor time of the client for an expression of DEAP, and for a text. Every
+  round has new objects, as every generation of genetic programming has.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
+import itertools
+import operator
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -25,7 +32,16 @@ from typing import Any
 
 import grpc
 import numpy as np
-from harness import SEED, arguments, connected, medians_in_turn, percentiles, save, start_up_seconds
+from harness import (
+    SEED,
+    arguments,
+    connected,
+    medians_in_turn,
+    percentiles,
+    save,
+    seconds_of,
+    start_up_seconds,
+)
 
 import warpfit
 from support.random_programs import thesis_mix
@@ -33,7 +49,8 @@ from warpfit import codec
 from warpfit.calls.arguments import build_evaluation
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.dataset import Dataset
-from warpfit.request import Timings
+from warpfit.frontends import as_program
+from warpfit.request import Evaluation, Timings
 from warpfit.server_info import Limits
 from warpfit.testing import InProcessServer
 from warpfit.transport.call import Request
@@ -42,41 +59,39 @@ from warpfit_server.engine.lowering import are_valid
 from warpfit_server.limits import check_batch
 
 BATCHES = 40
-ROUNDS = 25
+#: Trees that are converted in a round, and nodes of each, or one more.
+TREES, NODES = 1000, 20
 OPTIONS = {"loss": "mse", "precision": "fast"}
 METHOD = "/warpfit.v1.Evaluator/Evaluate"
 
 
-def microseconds(actions: dict[str, Callable[[int], object]]) -> dict[str, float]:
+def microseconds(rounds: int, actions: dict[str, Callable[[int], object]]) -> dict[str, float]:
     """Processor time of one call of each action, median of rounds in which they take turns."""
     cases = {name: lambda a=action: [*map(a, range(BATCHES))] for name, action in actions.items()}
-    medians = medians_in_turn(cases, rounds=ROUNDS, clock=time.process_time)
+    medians = medians_in_turn(cases, rounds=rounds, clock=time.process_time)
     return {name: round(1e6 * median / BATCHES, 1) for name, median in medians.items()}
 
 
-def server_costs(data: DatasetHandle, messages: list[bytes]) -> dict[str, float]:
+def server_costs(rounds: int, data: DatasetHandle, messages: list[bytes]) -> dict[str, float]:
     """Return the time of a front end's decoder, ``decode``, and of the check of the tokens."""
-    requests = [codec.parse_message(pb.EvaluateRequest, message) for message in messages]
-    evaluations = [codec.evaluation_from_message(request) for request in requests]
     limits, variables = Limits(), data.layout.variables
 
-    def decode(turn: int) -> None:
+    def decode(turn: int) -> Evaluation:
         request = codec.parse_message(pb.EvaluateRequest, messages[turn])
         evaluation = codec.evaluation_from_message(request)
         check_batch(evaluation.batch, limits)
         evaluation.check_options(data.layout)
         evaluation.batch.check_shapes()
+        return evaluation
 
-    are_valid(evaluations[0].batch, variables)  # compiles
-    return microseconds(
-        {
-            "decode": decode,
-            "tokens_compiled": lambda turn: are_valid(evaluations[turn].batch, variables),
-        }
-    )
+    batches = [decode(turn).batch for turn in range(BATCHES)]
+    checks = {"tokens_compiled": lambda turn: are_valid(batches[turn], variables)}
+    return microseconds(rounds, {"decode": decode, **checks})
 
 
-def call_costs(data: DatasetHandle, batches: list[Any], messages: list[bytes]) -> dict[str, float]:
+def call_costs(
+    rounds: int, data: DatasetHandle, batches: list[Any], messages: list[bytes]
+) -> dict[str, float]:
     """Whole calls of the blocking client, and gRPC's own."""
     with (
         bare_server() as address,
@@ -90,14 +105,13 @@ def call_costs(data: DatasetHandle, batches: list[Any], messages: list[bytes]) -
             asked.put(messages[turn])
             next(answers)
 
-        found = microseconds(
-            {
-                "fresh": lambda turn: client.run(data, *batches[turn], **OPTIONS),
-                "repeated": lambda turn: client.run(data, *batches[0], **OPTIONS),
-                "grpc_alone": lambda turn: method(messages[turn]),
-                "open_call_alone": ask,
-            }
-        )
+        actions: dict[str, Callable[[int], object]] = {
+            "fresh": lambda turn: client.run(data, *batches[turn], **OPTIONS),
+            "repeated": lambda turn: client.run(data, *batches[0], **OPTIONS),
+            "grpc_alone": lambda turn: method(messages[turn]),
+            "open_call_alone": ask,
+        }
+        found = microseconds(rounds, actions)
         asked.put(None)
         return found
 
@@ -108,7 +122,6 @@ def bare_server() -> Iterator[str]:
     command, pipe = [sys.executable, __file__, "serve"], subprocess.PIPE
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stdout=pipe, stdin=pipe, text=True, env=environment) as process:
-        assert process.stdout is not None
         try:
             yield f"127.0.0.1:{process.stdout.readline().strip()}"
         finally:
@@ -139,7 +152,7 @@ def data_set() -> Dataset:
     return Dataset.of(np.ones((100_000, 10), dtype=np.float32), np.ones(100_000))
 
 
-def overhead(rounds: int = 200) -> dict[str, float]:
+def overhead(rounds: int) -> dict[str, float]:
     """Milliseconds beyond the engine's own time: 300 fresh expressions, 1,000 rows, loss only."""
     X = np.random.default_rng(SEED).uniform(0.5, 2, size=(1000, 10)).astype(np.float32)
     extra = []
@@ -152,8 +165,42 @@ def overhead(rounds: int = 200) -> dict[str, float]:
     return {f"overhead_{name}": value for name, value in percentiles(extra).items()}
 
 
+def deap_trees() -> list[Any]:
+    """Trees of DEAP's usual primitives and ephemeral constants."""
+    from deap import gp
+
+    pset = gp.PrimitiveSet("MAIN", 5)
+    for function, arity in (
+        *((operator.add, 2), (operator.sub, 2), (operator.mul, 2), (operator.neg, 1)),
+        *((np.sin, 1), (np.exp, 1), (np.maximum, 2)),
+    ):
+        pset.addPrimitive(function, arity, name=function.__name__)
+    pset.addEphemeralConstant("number", functools.partial(random.uniform, -1, 1))
+    drawn = (gp.PrimitiveTree(gp.genGrow(pset, 3, 7)) for _ in itertools.count())
+    sized = (tree for tree in drawn if NODES <= len(tree) <= NODES + 1)
+    return list(itertools.islice(sized, TREES))
+
+
+def conversion(rounds: int) -> dict[str, Any]:
+    """Median microseconds in which the client makes an expression a part of a batch."""
+    handle, times = DatasetHandle(Dataset.of(np.ones((2, 5)), np.ones(2))), {"deap": [], "text": []}
+    for seed in range(rounds + 1):
+        for kind, series in times.items():
+            random.seed(SEED + seed)
+            given = deap_trees()
+            given = given if kind == "deap" else [str(as_program(tree)) for tree in given]
+            gc.collect()
+            build = functools.partial(build_evaluation, handle, given, None, None, {})
+            series += seconds_of(build, 1, clock=time.process_time)
+    return {
+        kind: {"this": round(statistics.median(series[1:]) / TREES * 1e6, 2)}
+        for kind, series in times.items()
+    }
+
+
 def main() -> None:
-    options = arguments(__doc__, "")
+    options = arguments(__doc__, "", rounds=25)
+    rounds = options.rounds
     data = DatasetHandle(data_set())
     data.content_id  # noqa: B018 (hashed once, before anything is measured)
     batches = [thesis_mix(SEED + turn) for turn in range(BATCHES)]
@@ -164,11 +211,14 @@ def main() -> None:
     content = {
         "seed": SEED,
         "request_bytes": round(statistics.mean(map(len, messages))),
-        "client_us": call_costs(data, batches, messages),
-        "server_us": server_costs(data, messages),
+        "client_us": call_costs(rounds, data, batches, messages),
+        "server_us": server_costs(rounds, data, messages),
     }
     save("call_cost", content, options.folder)
-    content = {"seed": SEED, "evaluate_300_fresh_1000_rows_loss": overhead()}
+    content = {"trees": TREES, "nodes": [NODES, NODES + 1], "rounds": rounds}
+    content["median_microseconds_an_expression"] = conversion(rounds)
+    save("conversion", content, options.folder)
+    content = {"seed": SEED, "evaluate_300_fresh_1000_rows_loss": overhead(8 * rounds)}
     # The server above has filled the compile cache, which the start-up time presumes.
     save("service", {**content, "start_up_seconds": start_up_seconds()}, options.folder)
 
