@@ -7,14 +7,11 @@ but for whole exponents: the 100 Feynman equations (`tests/data/feynman`), the 1
 equations, NIST's 27 nonlinear models, and 60 equations of physics, chemistry and biology. One
 without constants gets a factor. Constants are drawn from [-10, 10] until all of 1,000 rows have
 finite values that are not all the same, and no row has a tenth of the variation, as next to a pole
-(``usual``). Where 500 draws give none, ten times smaller ranges follow down to 1e-4, then [-100,
-100] and [-1000, 1000] (Eckerle4 is 0 in its range of wavelengths otherwise); and then all ranges
-again, for which the up to ten rows furthest from the mean are left out (of I.32.5, I.32.17,
-II.6.15a, II.13.17, III.15.14 and III.19.51 the constants are one factor, which moves no row away
-from its pole). The result names what has no constants even so. In ``si`` every variable and the
-target have a random unit between 1e-12 and 1e12 on top of that, so that formulas need constants of
-such sizes: the parameter q of a variable x, in q*x wherever x stands, is there if the other
-parameters cannot make up for it (the Jacobian tells).
+(``usual``); after each 500 draws the range is ten times smaller, down to 1e-4. The result names
+what has no constants even so. In ``si`` every variable and the target have a random unit between
+1e-12 and 1e12 on top of that, so that formulas need constants of such sizes: the parameter q of a
+variable x, in q*x wherever x stands, is there if the other parameters cannot make up for it (the
+Jacobian tells).
 
 Each method gets the same number of starts: 1 for every parameter, the others drawn by the server
 (warpfit), or uniformly from [-10, 10]. It stops when the normalised mean square error is below
@@ -24,10 +21,8 @@ gradients. pyoperon fits float32 trees; skeletons that it cannot express count a
 left out where it is not installed.
 
 ``--processes`` of them share the skeletons. Each keeps to two cores of its own and takes all
-methods in turn on a skeleton, so all methods meet the same load, and warpfit has two threads
-whatever the machine. Time is the processor time of that process, which waiting for a core does not
-lengthen; what is left of the neighbours is that cores share caches, memory and clock, which costs
-all methods a little. More processes than pairs of cores would share cores, and are refused.
+methods in turn on a skeleton, so that all meet the same load. More processes than pairs of cores
+would share cores, and are refused.
 """
 
 from __future__ import annotations
@@ -69,10 +64,8 @@ SETS = ("feynman", "strogatz", "nist", "own")
 SECONDS = 2.0
 EXACT, NOISY = 1e-10, 1e-3
 NOISE = 0.01
-#: Ranges that constants are drawn from, one after the other, draws of each, and rows that may go.
-RANGES = (*(10.0 ** (1 - step) for step in range(6)), 100.0, 1000.0)
+#: Draws of constants from each of six ranges.
 DRAWS = 500
-MOST_LEFT_OUT = 10
 #: Largest share of one row in the target's variation: next to a pole one row is all that counts.
 MOST_OF_ONE_ROW = 0.1
 UNITS = 12.0
@@ -101,25 +94,20 @@ class Task:
 
 def lifted(program: Program) -> Program:
     """Return a program with a parameter for each constant, but for whole exponents."""
-    count = program.parameters
-    power = OPERATORS["pow"]
+    fresh = map(Program.parameter, itertools.count(program.parameters))
 
     def constant(part: Program) -> float | None:
         return float(part.values[0]) if len(part) == 1 and part.codes[0] == CONSTANT else None
 
     def operator(row: Any, operands: Any) -> Program:
-        nonlocal count
         numbers = [constant(operand) for operand in operands]
-        if all(number is not None for number in numbers):
+        if None not in numbers:
             return Program.constant(float(row.numpy(*map(np.float64, numbers))))
         parts = []
         for place, (operand, number) in enumerate(zip(operands, numbers, strict=True)):
-            is_whole = row is power and place == 1 and number is not None and number % 1 == 0
-            if number is None or is_whole:
-                parts.append(operand)
-            else:
-                parts.append(Program.parameter(count))
-                count += 1
+            is_exponent = row is OPERATORS["pow"] and place == 1
+            is_kept = number is None or (is_exponent and number % 1 == 0)
+            parts.append(operand if is_kept else next(fresh))
         return Program.apply(row, *parts)
 
     whole = program.fold(lambda code, value: Program([code], [value]), operator)
@@ -142,25 +130,17 @@ def sources() -> Iterator[tuple[str, Program, Floats]]:
         yield law["name"], parse(law["formula"]), rng.uniform(low, high, (ROWS, len(low)))
 
 
-def draw(program: Program, X: Floats, rng: np.random.Generator) -> tuple[Floats, Floats] | None:
-    """Draw constants that give finite values which differ; None if that fails.
-
-    The rows that have such values are returned beside the constants.
-    """
-    for most_left_out in (0, MOST_LEFT_OUT):
-        for attempt in range(DRAWS * len(RANGES)):
-            unit = RANGES[attempt // DRAWS] / 10.0
-            constants = rng.uniform(-10, 10, program.parameters) * unit
-            rows = X
-            with np.errstate(all="ignore"):
-                for _ in range(most_left_out + 1):
-                    y = reference.evaluate_program(program, rows.T, constants)
-                    spread, squares = np.std(y), np.square(y - y.mean())
-                    if not (np.isfinite(y).all() and spread > 1e-6 * np.abs(y).max()):
-                        break
-                    if squares.max() < MOST_OF_ONE_ROW * len(y) * spread**2:
-                        return constants, rows
-                    rows = np.delete(rows, squares.argmax(), axis=0)
+def draw(program: Program, X: Floats, rng: np.random.Generator) -> Floats | None:
+    """Draw constants that give finite values which differ; None if that fails."""
+    for attempt in range(6 * DRAWS):
+        # Few formulas have such values for numbers that large; these get smaller and smaller ones.
+        constants = rng.uniform(-10, 10, program.parameters) / 10.0 ** (attempt // DRAWS)
+        with np.errstate(all="ignore"):
+            y = reference.evaluate_program(program, X.T, constants)
+            spread, furthest = np.std(y), np.square(y - y.mean()).max()
+            differs = np.isfinite(y).all() and spread > 1e-6 * np.abs(y).max()
+        if differs and furthest < MOST_OF_ONE_ROW * len(y) * spread**2:
+            return constants
     return None
 
 
@@ -182,7 +162,7 @@ def in_units(program: Program, X: Floats, constants: Floats, units: Floats) -> P
         _, slopes = reference.differentiate(whole, X.T, vector)
     columns = np.where(np.isfinite(slopes), slopes, 0.0) * vector[:, None]
     basis: list[Floats] = []
-    kept = []
+    new: list[int] = []
     for index, column in enumerate(columns):
         rest = column.astype(float)
         for unit in basis:
@@ -190,8 +170,7 @@ def in_units(program: Program, X: Floats, constants: Floats, units: Floats) -> P
         length = np.linalg.norm(rest)
         if length > 1e-7 * max(np.linalg.norm(column), 1e-300):
             basis.append(rest / length)
-            kept.append(index)
-    new = [index for index in range(first, first + variables + 1) if index in kept]
+            new += [index] if index >= first else []
 
     def number(code: int, value: float) -> Program:
         if code != PARAMETER or value < first:
@@ -209,11 +188,10 @@ def tasks(every: int, kind: str, noise: float, left_out: list[str]) -> Iterator[
         if place % every:
             continue
         rng = np.random.default_rng([SEED, place])
-        drawn = draw(program, X, rng)
-        if drawn is None:
+        constants = draw(program, X, rng)
+        if constants is None:
             left_out.append(name)
             continue
-        constants, X = drawn
         clean = reference.evaluate_program(program, X.T, constants)
         if kind == "si":
             units = 10.0 ** rng.uniform(-UNITS, UNITS, X.shape[1] + 1)
@@ -239,11 +217,10 @@ class Warpfit:
         self.engine.load(data)
         batch = Batch.of([task.program], [np.ones(task.program.parameters)])
         evaluation = Evaluation(data.content_id, batch, loss=Loss.MSE, values=False)
-        tight = {"gradient_tolerance": 1e-12, "step_tolerance": 1e-12, "loss_tolerance": 1e-12}
+        tight = {f"{what}_tolerance": 1e-12 for what in ("gradient", "step", "loss")}
         settings = FitSettings(restarts=count - 1, seed=SEED, max_iterations=200, **tight)
-        context = FitContext(
-            self.engine.linearise, self.engine.evaluate, data, np.zeros(1, np.uint8)
-        )
+        passes = self.engine.linearise, self.engine.evaluate
+        context = FitContext(*passes, data, np.zeros(1, np.uint8))
         found = run_to_end(optimize(FitRequest(evaluation, settings), context))
         self.engine.unload(data.content_id)
         return task.error(found.parameters)
@@ -326,24 +303,21 @@ METHODS: dict[str, Callable[[], Callable[..., float]]] = {
 }
 
 
-class Worker:
-    """A process that takes one skeleton after the other."""
+#: Those of a process, which takes one skeleton after the other.
+_made: dict[str, Callable[..., float]] = {}
 
-    methods: dict[str, Callable[..., float]]
 
-    @classmethod
-    def begin(cls, places: Any, names: list[str]) -> None:
-        """Take two of the cores, and make the methods there."""
-        cores = sorted(os.sched_getaffinity(0))
-        first = 2 * places.get()
-        os.sched_setaffinity(0, set(cores[first : first + 2]))
-        cls.methods = {name: METHODS[name]() for name in names}
+def begin(places: Any, names: list[str]) -> None:
+    """Process: take two of the cores, and make the methods there."""
+    cores, first = sorted(os.sched_getaffinity(0)), 2 * places.get()
+    os.sched_setaffinity(0, set(cores[first : first + 2]))
+    _made.update((name, METHODS[name]()) for name in names)
 
 
 def tried(task: Task, starts: int, goal: float) -> dict[str, tuple[str, float, float]]:
     """Fit a skeleton by each method; return its name, error and processor time by method."""
     found = {}
-    for name, method in Worker.methods.items():
+    for name, method in _made.items():
         began, error = time.process_time(), np.inf
         try:
             error = method(task, starts, goal)
@@ -356,14 +330,14 @@ def tried(task: Task, starts: int, goal: float) -> dict[str, tuple[str, float, f
 def outcome(runs: list[dict[str, tuple[str, float, float]]], goal: float) -> dict[str, Any]:
     counts: dict[str, Any] = {"skeletons": len(runs)}
     for name in runs[0] if runs else ():
-        own = [run[name] for run in runs]
-        right = [error <= goal for _, error, _ in own]
-        in_time = [error <= goal and spent <= SECONDS for _, error, spent in own]
+        names, errors, spent = map(np.array, zip(*(run[name] for run in runs), strict=True))
+        right = errors <= goal
+        in_time = right & (spent <= SECONDS)
         counts[name] = {
-            "recovered": round(float(np.mean(in_time)), 4),
-            "recovered_without_limit": round(float(np.mean(right)), 4),
-            "median_processor_seconds": round(float(np.median([spent for *_, spent in own])), 4),
-            "missed": [run[0] for run, ok in zip(own, in_time, strict=True) if not ok],
+            "recovered": round(float(in_time.mean()), 4),
+            "recovered_without_limit": round(float(right.mean()), 4),
+            "median_processor_seconds": round(float(np.median(spent)), 4),
+            "missed": names[~in_time].tolist(),
         }
     return counts
 
@@ -377,7 +351,7 @@ def main() -> None:
     content = {name: getattr(options, name) for name in ("starts", "every", "processes")}
     content |= {"seed": SEED, "sets": SETS, "rows": ROWS, "processor_seconds": SECONDS}
     precompile()
-    with worker_pool(options.processes, 1, Worker.begin, methods) as pool:
+    with worker_pool(options.processes, 1, begin, methods) as pool:
         settings = []
         for kind, noise in itertools.product(("usual", "si"), (0.0, NOISE)):
             goal, without = EXACT if noise == 0.0 else NOISY, list[str]()
