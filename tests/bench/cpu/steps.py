@@ -316,11 +316,7 @@ def main() -> None:
     content |= {"cases": found}
     worst = max((each["longest_ms"] for each in found.values()), default=0.0)
     most = max((each["beyond_MiB"] for each in found.values()), default=0)
-    save(
-        options.name,
-        {**content, "longest_ms": worst, "most_beyond_MiB": most},
-        options.folder,
-    )
+    save(options.name, {**content, "longest_ms": worst, "most_beyond_MiB": most}, options.folder)
 
 
 if __name__ == "__main__":

@@ -18,32 +18,22 @@ import functools
 import gc
 import itertools
 import operator
-import os
 import random
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
 import grpc
+import harness
 import numpy as np
-from harness import (
-    SEED,
-    arguments,
-    connected,
-    medians_in_turn,
-    percentiles,
-    save,
-    seconds_of,
-    start_up_seconds,
-)
+from harness import SEED, arguments, connected, medians_in_turn, percentiles, save
 
 import warpfit
+from support.load.faults import free_port
+from support.load.processes import beside
 from support.random_programs import thesis_mix
 from warpfit import codec
 from warpfit.calls.arguments import build_evaluation
@@ -93,11 +83,11 @@ def call_costs(
     rounds: int, data: DatasetHandle, batches: list[Any], messages: list[bytes]
 ) -> dict[str, float]:
     """Whole calls of the blocking client, and gRPC's own."""
-    with (
-        bare_server() as address,
-        warpfit.connect(address) as client,
-        grpc.insecure_channel(address) as channel,
-    ):
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    with beside(serve_answer, port), grpc.insecure_channel(address) as channel:
+        grpc.channel_ready_future(channel).result(60)
+        client = warpfit.connect(address)
         method, asked = channel.unary_unary(METHOD), SimpleQueue[bytes | None]()
         answers = channel.stream_stream(METHOD)(iter(asked.get, None))
 
@@ -116,20 +106,8 @@ def call_costs(
         return found
 
 
-@contextmanager
-def bare_server() -> Iterator[str]:
-    """Run `serve_answer` in a process of its own; yield its address."""
-    command, pipe = [sys.executable, __file__, "serve"], subprocess.PIPE
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(command, stdout=pipe, stdin=pipe, text=True, env=environment) as process:
-        try:
-            yield f"127.0.0.1:{process.stdout.readline().strip()}"
-        finally:
-            process.communicate(timeout=30)
-
-
-def serve_answer() -> None:
-    """Answer every request with the same bytes until standard input ends; calls may go on."""
+def serve_answer(port: int, stop: Any) -> None:
+    """Process: answer every request with the same bytes; calls may go on."""
     timings = Timings(decode=1_000_000, queue=10_000, compute=130_000, copy_out=10_000)
     losses = {"losses": np.random.default_rng(SEED).uniform(size=(300, 1))}
     start = codec.result_start(data_set().layout, (300, 1, 100_000))
@@ -141,9 +119,9 @@ def serve_answer() -> None:
     handlers = {method: handler, "GetServerInfo": greeting}
     server = grpc.server(ThreadPoolExecutor(8))  # some for calls that stay open
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
-    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
-    sys.stdin.read()
+    stop.wait()
     server.stop(None)
 
 
@@ -191,7 +169,7 @@ def conversion(rounds: int) -> dict[str, Any]:
             given = given if kind == "deap" else [str(as_program(tree)) for tree in given]
             gc.collect()
             build = functools.partial(build_evaluation, handle, given, None, None, {})
-            series += seconds_of(build, 1, clock=time.process_time)
+            series += harness.seconds_of(build, 1, clock=time.process_time)
     return {
         kind: {"this": round(statistics.median(series[1:]) / TREES * 1e6, 2)}
         for kind, series in times.items()
@@ -220,8 +198,8 @@ def main() -> None:
     save("conversion", content, options.folder)
     content = {"seed": SEED, "evaluate_300_fresh_1000_rows_loss": overhead(8 * rounds)}
     # The server above has filled the compile cache, which the start-up time presumes.
-    save("service", {**content, "start_up_seconds": start_up_seconds()}, options.folder)
+    save("service", {**content, "start_up_seconds": harness.start_up_seconds()}, options.folder)
 
 
 if __name__ == "__main__":
-    serve_answer() if sys.argv[1:] == ["serve"] else main()
+    main()
