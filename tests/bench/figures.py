@@ -143,13 +143,10 @@ def laws() -> Iterator[str]:
 
 def laws_row(name: str, where: str, host: str = "") -> str:
     found = result(name)
-    what = (
-        f"laws of 4 to 7 variables among 10 found, noise of 2%, {found['seconds']:.0f} s, {where}"
-    )
-    ours, theirs = (
-        f"{found[who]} of {found['searches']}" for who in ("found", "found_by_pyoperon")
-    )
-    return f"| {what} | {ours} | pyoperon{host}: {theirs} | {linked(name)} |"
+    ours, theirs, count = (found[key] for key in ("found", "found_by_pyoperon", "searches"))
+    what = f"laws of 4 to 7 variables among 10 found, noise of 2%, {found['seconds']:.0f} s"
+    scores = f"{ours} of {count} | pyoperon{host}: {theirs} of {count}"
+    return f"| {what}, {where} | {scores} | {linked(name)} |"
 
 
 def three_columns() -> Iterator[str]:
@@ -176,13 +173,11 @@ def srbench_2025() -> Iterator[str]:
     for name in dict.fromkeys(run["data"] for run in document["runs"]):
         runs = [run for run in document["runs"] if run["data"] == name]
         scores = sorted(run["r2_test"] for run in runs)
-        method, r2, size = document["published"].get(name, ("", None, None))
-        published = f"{method}: {r2:.2f}, {size} nodes" if method else "no numbers"
+        known = document["published"].get(name)
+        published = "{}: {:.2f}, {} nodes".format(*known) if known else "no numbers"
         nodes = statistics.median(run["size"] for run in runs)
-        rows.append(
-            f"`{name}` | {runs[0]['rows']} | {published} | {statistics.median(scores):.2f} "
-            f"({scores[0]:.2f} to {scores[-1]:.2f}) | {nodes:.0f}"
-        )
+        told = f"{statistics.median(scores):.2f} ({scores[0]:.2f} to {scores[-1]:.2f})"
+        rows.append(f"`{name}` | {runs[0]['rows']} | {published} | {told} | {nodes:.0f}")
     head = "data set | rows | published R2 and size | R2, median (range) of "
     yield from table(f"{head}{document['seeds']} splits | nodes, median", rows)
     seconds, cores = document["seconds"], document["machine"]["cores"]
@@ -254,27 +249,19 @@ def transport() -> Iterator[str]:
 # -------------------------------------------------------------------------------------- the GPU
 
 
-def kernel_times() -> dict[tuple[str, str], dict[int, tuple[float, float]]]:
-    """Microseconds and Ttok/s on the device by rows, by way and mode, for the random mix."""
-    found: dict[tuple[str, str], dict[int, tuple[float, float]]] = {}
+def device() -> Iterator[str]:
+    rows: dict[str, str] = {}
     for way, time, rate in (
         ("interpreter", "interpret_us", "tokens_per_second"),
         ("compiled", "microseconds", "token_rows_per_second"),
     ):
         for case in result(f"gpu_{way}")["results"]:
-            if case.get("mix", "thesis mix") == "thesis mix":
-                times = found.setdefault((way, case["mode"]), {})
-                times[case["rows"]] = case[time], case[rate] / 1e12
-    return found
-
-
-def device() -> Iterator[str]:
-    rows = []
-    for (way, mode), times in kernel_times().items():
-        cells = (times[count] for count in (10**4, 10**5, 10**6))
-        told = (f" | {us:,.0f} us = {rate:.2f} Ttok/s" for us, rate in cells)
-        rows.append(f"{way}, {mode}{''.join(told)}")
-    yield from table("300 expressions, losses | 10,000 rows | 100,000 rows | 1,000,000 rows", rows)
+            if case["rows"] >= 10**4 and case.get("mix", "thesis mix") == "thesis mix":
+                what = f"{way}, {case['mode']}"
+                told = f"{case[time]:,.0f} us = {case[rate] / 1e12:.2f} Ttok/s"
+                rows[what] = f"{rows.get(what, what)} | {told}"
+    head = "300 expressions, losses | 10,000 rows | 100,000 rows | 1,000,000 rows"
+    yield from table(head, rows.values())
     compiled = result("gpu_compiled")
     seconds, threads = compiled["compile_300_expressions_seconds"], compiled["compiler_threads"]
     lowered = {case["programs"]: case["lower_us"] for case in result("gpu_lowering")["results"]}
@@ -302,9 +289,9 @@ def gpu_devices() -> Iterator[str]:
         rows.append(f"{title} | {times(two[key], '0,1')} | {one_gpu}")
     for case in two["sustained"]:
         shape = {name: case[name] for name in ("programs", "rows", "workers")}
-        other = select(shared["sustained"], **shape)
+        other = [times(each, "0,0") for each in select(shared["sustained"], **shape)]
         title = "{programs:,} programs x {rows:,} rows, {workers} workers".format(**shape)
-        rows.append(f"{title} | {times(case, '0,1')} | {times(other[0], '0,0') if other else ''}")
+        rows.append(f"{title} | {times(case, '0,1')} | {''.join(other)}")
     yield from table("what | two GPUs | two engines on one GPU", rows)
     yield ""
     rows = [f"{title} | {times(four[key], '0,1,2,3')} |" for key, title in lone]
@@ -389,11 +376,9 @@ def gpu_service(*names: str) -> Iterator[str]:
     yield from table(f"one client{columns}", rows)
     yield ""
     for cases in zip(*(document["sustained"] for document in documents), strict=True):
-        several = " and ".join(
-            f"{case['token_rows_per_second'] / 1e12:.2f} Ttok/s, answers within "
-            f"{case['p99_ms']:.1f} ms (99th percentile)"
-            for case in cases
-        )
+        rates = [f"{case['token_rows_per_second'] / 1e12:.2f} Ttok/s" for case in cases]
+        within = [f"answers within {case['p99_ms']:.1f} ms (99th percentile)" for case in cases]
+        several = " and ".join(map(", ".join, zip(rates, within, strict=True)))
         yield f"{cases[0]['workers']} workers together: {several}."
 
 
@@ -423,11 +408,9 @@ def overload() -> Iterator[str]:
         document = result(name)
         over = document["ten_times_overload"]
         ratios = (f"{case['p99_ratio']:.1f}" for case in document["greedy_tenant"].values())
-        refused = over["refused_as_one_client_saw_it"]["p99_ms"]
-        rows.append(
-            f"{machine} | {over['peak_calls_per_second']:.0f} | {over['goodput_of_peak']:.2f} | "
-            f"{refused:.1f} ms | {', '.join(ratios)}"
-        )
+        refused = f"{over['refused_as_one_client_saw_it']['p99_ms']:.1f} ms"
+        rates = f"{over['peak_calls_per_second']:.0f} | {over['goodput_of_peak']:.2f}"
+        rows.append(f"{machine} | {rates} | {refused} | {', '.join(ratios)}")
     head = "machine | answers a second at the peak | share of it at overload | refusal, p99"
     yield from table(f"{head} | the modest tenant's p99, times that alone", rows)
 
@@ -435,9 +418,7 @@ def overload() -> Iterator[str]:
 def faults() -> Iterator[str]:
     found = result("faults")["faults"]
     soak, fuzz = result("soak"), result("fuzz")
-    kill, two, stop = (
-        found[f"engine_{name}"] for name in ("sigkill", "sigkill_two_front_ends", "sigstop")
-    )
+    kill, two, stop = (found[f"engine_sig{x}"] for x in ("kill", "kill_two_front_ends", "stop"))
     restart, term = found["server_sigkill"], found["sigterm"]
     calls = sum(soak["soak"]["calls"].values())
     grown = max(part["private_mib"] for part in fuzz["growth_after_half"].values())
@@ -505,14 +486,15 @@ def attacks() -> Iterator[str]:
     """Times of an innocent tenant's calls, alone and while others attack the server."""
     found = {name: case for name, case in result("attacks")["attacks"].items() if "alone" in case}
 
-    def row(name: str, case: Any) -> str:
+    rows = []
+    for name, case in found.items():
         times = [case[when] for when in ("alone", "under_attack")]
-        each = [f"{time['p50_ms']:.0f} / {time['p99_ms']:.0f}" for time in times]
+        each = " | ".join(f"{time['p50_ms']:.0f} / {time['p99_ms']:.0f}" for time in times)
         wrong, failed = (sum(time[what] for time in times) for what in ("wrong", "failed"))
-        return f"{name} | {' | '.join(each)} | {times[1]['max_ms']:.0f} | {wrong}, {failed}"
-
+        told = f"{each} | {times[1]['max_ms']:.0f} | {wrong}, {failed}"
+        rows.append(f"{name.partition(' ')[2]} | {told}")
     head = "attack | alone, p50 / p99 in ms | attacked | longest | wrong answers, failed calls"
-    yield from table(head, (row(name.split(" ", 1)[1], case) for name, case in found.items()))
+    yield from table(head, rows)
 
 
 # -------------------------------------------------------------------------------------- writing

@@ -40,13 +40,8 @@ def binomial_interval(count: int, share: float) -> list[int]:
 def false_discoveries(client: warpfit.Client, targets: int, shuffles: int) -> dict[str, Any]:
     """Return how many noise targets have p <= 5%."""
     rng = np.random.default_rng(SEED)
-    given = {
-        "population": 20,
-        "generations": 1,
-        "max_size": 7,
-        "operators": ["+", "*", "sin", "exp"],
-    }
-    model = SymbolicRegressor(**given, simplify=False, random_state=0)
+    sizes = {"population": 20, "generations": 1, "max_size": 7, "simplify": False}
+    model = SymbolicRegressor(**sizes, random_state=0, operators=("+", "*", "sin", "exp"))
     found = []
     for seed in range(targets):
         X, y = rng.normal(size=(ROWS, VARIABLES)), rng.normal(size=ROWS)
