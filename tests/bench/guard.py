@@ -207,8 +207,7 @@ def overload(target: Target, crew: Crew, seconds: float) -> dict[str, Any]:
     """
     trials = {}
     for count in CLIENTS:
-        trial = Account(seconds / 2)
-        trial.phase(partial(crew.closed, count))
+        (trial := Account(seconds / 2)).phase(partial(crew.closed, count))
         trials[count] = trial.rate()
     clients = max(trials, key=trials.__getitem__)
     peak, beyond, patient = (Account(seconds / 2) for _ in range(3))

@@ -71,8 +71,7 @@ class PyoperonPeer:
     def __init__(self, table: Table, threads: int) -> None:
         import pyoperon
 
-        self._pyoperon = pyoperon
-        self._threads = threads
+        self._pyoperon, self._threads = pyoperon, threads
         self._array = np.asfortranarray(table.X, dtype=np.float32)
         self._dataset = pyoperon.Dataset(self._array)
         self._hashes = {v.Name: v.Hash for v in self._dataset.Variables}
@@ -158,9 +157,8 @@ class EvogpPeer:
     def __init__(self, table: Table, threads: int) -> None:
         import torch
 
-        self._torch = torch
-        self._x = torch.from_numpy(np.ascontiguousarray(table.X)).cuda()
-        self._y = torch.from_numpy(table.y[:, None].copy()).cuda()
+        arrays = np.ascontiguousarray(table.X), table.y[:, None].copy()
+        self._torch, (self._x, self._y) = torch, (torch.from_numpy(a).cuda() for a in arrays)
 
     def prepare(self, programs: list[Program]) -> Job:
         from evogp.tree import Forest
