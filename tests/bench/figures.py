@@ -196,17 +196,6 @@ def noisy_tables() -> Iterator[str]:
     yield from table(head, rows)
 
 
-def skeletons() -> Iterator[str]:
-    rows, methods = [], ["warpfit", "least_squares", "bfgs", "pyoperon"]
-    settings = {name: each for name, each in result("skeletons").items() if ", noise" in name}
-    for name, counts in settings.items():
-        row = f"{name}, {counts['skeletons']} of {counts['of']} skeletons"
-        for own in map(counts.get, methods):
-            row += f" | {own['recovered']:.1%} ({own['median_processor_seconds']} s)"
-        rows.append(row)
-    yield from table(" | ".join(["constants", *methods]), rows)
-
-
 # ---------------------------------------------------------------------------------- the service
 
 
@@ -504,7 +493,7 @@ FIGURES: dict[str, Callable[[], Iterator[str]]] = {
     function.__name__: function
     for function in (
         *(front_page, cpu_engine, fits, found_equations, three_columns, srbench_2025),
-        *(noisy_tables, skeletons, laws, service, transport, device, gpu_devices, gpu_streaming),
+        *(noisy_tables, laws, service, transport, device, gpu_devices, gpu_streaming),
         *(gpu_derivatives, proposals, overload, faults, faults_ray, attacks),
         *(capacity_costs, capacity_terabyte),
     )
