@@ -282,8 +282,7 @@ class Innocent:
     """A tenant with small calls whose answers are known."""
 
     def __init__(self, scene: Scene) -> None:
-        rng = np.random.default_rng(SEED)
-        X = rng.uniform(0.5, 2, size=(ROWS, 10)).astype("f4")
+        X = np.random.default_rng(SEED).uniform(0.5, 2, size=(ROWS, 10)).astype("f4")
         self.client = warpfit.connect(scene.address, token=scene.tokens["innocent"])
         self.data = self.client.upload(X, X[:, 0])
         self.batch = thesis_mix(SEED, PROGRAMS)

@@ -19,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
@@ -41,6 +42,7 @@ _PACKAGES: Final = (
 _GPU_FIELDS: Final = ("name", "driver_version", "clocks.max.sm", "memory.total", "compute_cap")
 #: Seed of programs and data, where a program has no flag for it.
 SEED = 20261121
+Clock = Callable[[], float]
 MODES = {
     "float32 fast": (np.float32, Precision.FAST),
     "float32 precise": (np.float32, Precision.PRECISE),
@@ -84,11 +86,7 @@ def connected(
 
 
 def seconds_of(
-    action: Callable[[], object],
-    rounds: int,
-    *,
-    warm_up: int = 0,
-    clock: Callable[[], float] = time.perf_counter,
+    action: Callable[[], object], rounds: int, *, warm_up: int = 0, clock: Clock = perf_counter
 ) -> list[float]:
     """Return the time of each round, without those that warm up."""
     times = []
@@ -101,10 +99,9 @@ def seconds_of(
 
 def medians_in_turn(
     cases: Mapping[str, Callable[[], object]],
-    *,
     rounds: int = 5,
     seconds: float = 0.0,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = perf_counter,
 ) -> dict[str, float]:
     """Return the median time of each case, repetitions interleaved.
 
@@ -114,8 +111,8 @@ def medians_in_turn(
     for run in cases.values():
         run()
     times: dict[str, list[float]] = {name: [] for name in cases}
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or min(map(len, times.values())) < rounds:
+    end = perf_counter() + seconds
+    while perf_counter() < end or min(map(len, times.values())) < rounds:
         for name, run in cases.items():
             times[name] += seconds_of(run, 1, clock=clock)
     return {name: statistics.median(series) for name, series in times.items()}
@@ -154,9 +151,9 @@ def start_up_seconds(devices: str = "cpu") -> float:
     """Return the median time from the command to the start-up line, with a filled compile cache."""
     times = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = perf_counter()
         server = ServerProcess(devices=devices)
-        times.append(time.perf_counter() - started)
+        times.append(perf_counter() - started)
         server.stop()
     return statistics.median(times)
 

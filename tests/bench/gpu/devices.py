@@ -140,11 +140,8 @@ def in_turns(
 
 
 def bits(answer: Any) -> bytes:
-    """The losses of an evaluation, with its gradients; the parameters and losses of a fit."""
-    if isinstance(answer, Fit):
-        arrays = [*answer.parameters, answer.loss]
-    else:
-        arrays = [answer.losses, *(answer.gradients or [])]
+    """The losses of an evaluation; the parameters and losses of a fit."""
+    arrays = [*answer.parameters, answer.loss] if isinstance(answer, Fit) else [answer.losses]
     return np.concatenate([np.ravel(array) for array in arrays]).tobytes()
 
 
@@ -209,9 +206,8 @@ def loss_of_an_engine(workers: Workers, server: ServerProcess, options: Any) -> 
     order = (server.address, programs, rows, LOSS_SECONDS, 0)
     count = min(LOSS_WORKERS, max(options.workers))
     results = workers.run(count, order, threading.Timer(LOSS_SECONDS / 3, kill).start)
-    calls = np.array(sorted(
-        pair for r in results for pair in zip(r["ended"], r["walls"], strict=True)
-    ))  # fmt: skip
+    calls = np.array([pair for r in results for pair in zip(r["ended"], r["walls"], strict=True)])
+    calls = calls[np.argsort(calls[:, 0])]
     moments, since = calls[:, 0], calls[:, 0] - killed_at[0]
     return {
         "workers": count,
@@ -253,10 +249,11 @@ def started(devices: str, options: Any) -> ServerProcess:
 
 
 def main() -> None:
-    kinds: dict[str, Any] = {"devices": ("0", "all"), "workers": (16, 64, 128)}
-    sizes: dict[str, Any] = {"seconds": 2.0, "scale": 1.0, "threads": int, "programs": int}
-    crowd: dict[str, Any] = {"encoded": False, "worker_cores": 0}
-    options = arguments(__doc__, "devices", parts=tuple(PARTS), **kinds, **sizes, **crowd)
+    flags: dict[str, Any] = {
+        **{"parts": tuple(PARTS), "devices": ("0", "all"), "workers": (16, 64, 128)},
+        **{"seconds": 2.0, "scale": 1.0, "threads": int, "programs": int},
+    }
+    options = arguments(__doc__, "devices", encoded=False, worker_cores=0, **flags)
 
     def scaled(shape: tuple[int, int]) -> tuple[int, int]:
         return shape[0], max(1_000, int(options.scale * shape[1]))

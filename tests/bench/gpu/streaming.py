@@ -7,11 +7,9 @@ the random mix, fast mode:
 
 * ``seconds``: one evaluation of the losses, the least of some.
 * ``copy_seconds``: the copies of all windows alone, without kernels.
-* ``kernel_seconds``: the kernels alone: the device time on as many rows as a window has, resident,
-  the least of some, times the windows.
-* ``streamed_kernel_seconds``: the device time of the kernels while rows are copied.
-* ``of_bound``: the longer of ``kernel_seconds`` and ``copy_seconds``, divided by ``seconds``; 1 if
-  nothing is lost.
+* ``kernel_seconds``: the device time of the kernels on as many rows as a window has, resident, the
+  least of some, times the windows; ``streamed_kernel_seconds``: while rows are copied.
+* ``of_bound``: the longer of copies and kernels alone over ``seconds``; 1 if nothing is lost.
 """
 
 from __future__ import annotations

@@ -140,8 +140,8 @@ def main() -> None:
     if given.peer:
         content["found_by_pyoperon"] = sum(row["pyoperon"]["r2"] > FOUND for row in rows)
     device = "cpu" if given.devices.startswith("cpu") else "gpu"
-    usual = f"search_laws_{device}{'_own' if given.own else ''}"
-    save(given.name or usual, content, given.folder)
+    name = given.name or f"search_laws_{device}{'_own' if given.own else ''}"
+    save(name, content, given.folder)
 
 
 if __name__ == "__main__":

@@ -79,9 +79,7 @@ def server_costs(rounds: int, data: DatasetHandle, messages: list[bytes]) -> dic
     return microseconds(rounds, {"decode": decode, **checks})
 
 
-def call_costs(
-    rounds: int, data: DatasetHandle, batches: list[Any], messages: list[bytes]
-) -> dict[str, float]:
+def call_costs(rounds: int, data: Any, batches: list[Any], messages: list[bytes]) -> Any:
     """Whole calls of the blocking client, and gRPC's own."""
     port = free_port()
     address = f"127.0.0.1:{port}"
@@ -170,10 +168,8 @@ def conversion(rounds: int) -> dict[str, Any]:
             gc.collect()
             build = functools.partial(build_evaluation, handle, given, None, None, {})
             series += harness.seconds_of(build, 1, clock=time.process_time)
-    return {
-        kind: {"this": round(statistics.median(series[1:]) / TREES * 1e6, 2)}
-        for kind, series in times.items()
-    }
+    medians = {kind: statistics.median(series[1:]) for kind, series in times.items()}
+    return {kind: {"this": round(median / TREES * 1e6, 2)} for kind, median in medians.items()}
 
 
 def main() -> None:
