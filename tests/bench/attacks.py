@@ -16,9 +16,10 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,8 +44,6 @@ from warpfit.v1 import evaluator_pb2 as pb
 TENANTS: Final = ("innocent", "greedy", "second")
 #: Of the innocent tenant: programs and rows of a call, and the pause between two calls.
 PROGRAMS, ROWS, PACE = 100, 2000, 0.02
-#: Seconds between two questions whether the server is ready.
-HEALTH_PACE: Final = 0.1
 #: As many names of a data set as a server allows.
 NAMES: Final = [f"n{k}" for k in range(65_536)]
 MANY_ROWS: Final = 30_000_000
@@ -63,50 +62,47 @@ class Scene:
         retry = warpfit.RetryPolicy(total_seconds=0)
         return warpfit.connect(self.address, token=self.tokens[tenant], retry=retry)
 
-    def channel(self) -> grpc.Channel:
-        """A connection of gRPC's own."""
-        return grpc.insecure_channel(
-            self.address, [*OWN_CONNECTION, ("grpc.max_receive_message_length", -1)]
-        )
+    def upload(self, rows: int, variables: int = 1, tenant: str = "greedy") -> Any:
+        """Upload a table whose first variable is the target."""
+        X = np.random.default_rng(SEED).random((rows, variables), dtype="f4")
+        with self.client(tenant) as client:
+            return client.upload(X, X[:, 0])
 
 
 #: Attacks until the event is set.
 Attack = Callable[[Scene, Any], None]
 
 
-def frames(kind: str) -> Attack:
-    """Two connections without credentials that send frames without a pause."""
+def connections(count: int, send: Callable[[RawConnection], object]) -> Attack:
+    """Connections without credentials that send something without a pause."""
 
     def attack(scene: Scene, stop: Any) -> None:
         def work(_: int) -> None:
             while not stop.is_set():
                 with contextlib.suppress(OSError), RawConnection(scene.address) as connection:
                     while not stop.is_set() and connection.is_open:
-                        connection.flood(kind)
+                        send(connection)
 
-        with in_threads(work, range(2)):
+        with in_threads(work, range(count)):
             pass
 
     return attack
 
 
-def bad_headers(scene: Scene, stop: Any) -> None:
-    """Calls without credentials whose headers are no UTF-8."""
-    while not stop.is_set():
-        with contextlib.suppress(OSError), RawConnection(scene.address) as connection:
-            while not stop.is_set() and connection.is_open:
-                connection.begin_with_headers(SERVICE + "GetServerInfo", "x", b"\xff\xfe", 150)
-                time.sleep(0.01)
+def bad_headers(connection: RawConnection) -> None:
+    connection.begin_with_headers(SERVICE + "GetServerInfo", "x", b"\xff\xfe", 150)
+    time.sleep(0.01)
 
 
 def repeated(threads: int, make: Callable[[Scene], Callable[[Any], object]]) -> Attack:
     """Calls of the greedy tenant, one after the other on each of some connections."""
+    options = [*OWN_CONNECTION, ("grpc.max_receive_message_length", -1)]
 
     def attack(scene: Scene, stop: Any) -> None:
         call = make(scene)
 
         def work(_: int) -> None:
-            with scene.channel() as channel:
+            with grpc.insecure_channel(scene.address, options) as channel:
                 while not stop.is_set():
                     try:
                         call(channel)
@@ -125,20 +121,11 @@ def calls(message: bytes, scene: Scene, method: str = "Evaluate") -> Callable[[A
     return lambda channel: list(start(channel, message, method, metadata=metadata))
 
 
-def uploaded(scene: Scene, rows: int, variables: int = 1, tenant: str = "greedy") -> Any:
-    """Upload a table whose first variable is the target."""
-    X = np.random.default_rng(SEED).random((rows, variables), dtype="f4")
-    with scene.client(tenant) as client:
-        return client.upload(X, X[:, 0])
-
-
 def evaluations(threads: int, shape: tuple[int, int], texts: list[str], **options: Any) -> Attack:
     """Evaluations of programs on a table of some rows and variables."""
-
-    def make(scene: Scene) -> Callable[[Any], object]:
-        return calls(request(uploaded(scene, *shape), texts, **options), scene)
-
-    return repeated(threads, make)
+    return repeated(
+        threads, lambda scene: calls(request(scene.upload(*shape), texts, **options), scene)
+    )
 
 
 def fits(shape: tuple[int, int], text: str = "p1*x1", count: int = 1, **options: Any) -> Attack:
@@ -146,7 +133,7 @@ def fits(shape: tuple[int, int], text: str = "p1*x1", count: int = 1, **options:
 
     def make(scene: Scene) -> Callable[[Any], object]:
         start = [1.0] * warpfit.parse(text).parameters
-        fit = build_fit(uploaded(scene, *shape), [text] * count, [start] * count, options)
+        fit = build_fit(scene.upload(*shape), [text] * count, [start] * count, options)
         return calls(codec.fit_to_message(fit).SerializeToString(), scene, "Optimize")
 
     return repeated(2, make)
@@ -164,16 +151,15 @@ def many_names(scene: Scene) -> Callable[[Any], object]:
 def headers_only(scene: Scene) -> Callable[[Any], object]:
     """Uploads of a header with 65,536 names and nothing else."""
     data = Dataset.of(np.zeros((1, len(NAMES)), "f4"), names=NAMES)
-    header = next(iter(codec.upload_messages(data, 1 << 20)))
+    header = [next(iter(codec.upload_messages(data, 1 << 20)))]
     given = {"metadata": bearer(scene.tokens["greedy"]), "timeout": 60}
-    return lambda channel: channel.stream_unary(SERVICE + "UploadVariables")(
-        iter([header]), **given
-    )
+    method = SERVICE + "UploadVariables"
+    return lambda channel: channel.stream_unary(method)(iter(header), **given)
 
 
 def changing_rows(scene: Scene) -> Callable[[Any], object]:
     """Scores over row ranges that change from call to call."""
-    data, numbers = uploaded(scene, MANY_ROWS), itertools.count(1)
+    data, numbers = scene.upload(MANY_ROWS), itertools.count(1)
     scores = {"loss": "r2", "linear_scaling": True, "correlation": True}
 
     def call(channel: Any) -> None:
@@ -200,14 +186,12 @@ def unread_answers(scene: Scene, stop: Any) -> None:
     """Two tenants with 64 calls each whose answers nobody reads."""
     with ExitStack() as stack:
         for tenant in ("greedy", "second"):
-            data = uploaded(scene, 20_000, 2, tenant)
-            message = request(data, ["x1"] * 20, values=True)
-            token = scene.tokens[tenant]
-            connection = stack.enter_context(RawConnection(scene.address, token, reads=False))
-            framed = b"\0" + len(message).to_bytes(4) + message
+            message = request(scene.upload(20_000, 2, tenant), ["x1"] * 20, values=True)
+            raw = RawConnection(scene.address, scene.tokens[tenant], reads=False)
+            connection = stack.enter_context(raw)
             for _ in range(64):
                 stream = connection.begin(SERVICE + "Evaluate")
-                connection.send(stream, framed, 5)
+                connection.send(stream, b"\0" + len(message).to_bytes(4) + message, 5)
                 connection.finish(stream)
         stop.wait(60)
 
@@ -224,7 +208,7 @@ def idle_connections(scene: Scene, stop: Any) -> None:
 
 def refused_calls(scene: Scene, stop: Any) -> None:
     """60 threads that repeat their calls 20 ms after each refusal."""
-    client, data = scene.client(), uploaded(scene, 200_000)
+    client, data = scene.client(), scene.upload(200_000)
 
     def work(_: int) -> None:
         while not stop.is_set():
@@ -244,8 +228,8 @@ WIDEST_FIT: Final = "+".join(f"p{k}*x{1 + k % 2}" for k in range(1, 501))
 LONG_LOSS: Final = warpfit.LossFunction.parse("abs(d)" + "+abs(d)" * 49)
 SLOPES: Final = {"loss": "mse", "variable_gradient": True}
 ATTACKS: Final[dict[str, Attack]] = {
-    **{f"H1 {kind} frames": frames(kind) for kind in FLOODS},
-    "H2 headers that are no UTF-8": bad_headers,
+    **{f"H1 {kind} frames": connections(2, methodcaller("flood", kind)) for kind in FLOODS},
+    "H2 headers that are no UTF-8": connections(1, bad_headers),
     # 160 MB from a request of 43 kB.
     "H4 gradients by 20,000 variables": evaluations(2, (10, 20_000), ["x1"] * 1000, **SLOPES),
     "H4 fits of 500 parameters": fits((1000, 2), WIDEST_FIT, 100, max_iterations=20),
@@ -284,14 +268,13 @@ def _attack(name: str, scene: Scene, stop: Any) -> None:
 def _watch(scene: Scene, stop: Any) -> dict[str, Any]:
     """Process: ask whether the server is ready; tell how often it said what, and the slowest."""
     seen: dict[str, Any] = {}
-    while not stop.wait(HEALTH_PACE):
+    while not stop.wait(0.1):
         for port, address in (("port", scene.address), ("health port", scene.health)):
             asked = time.perf_counter()
             status = check(address, timeout=5.0)
-            of_port = seen.setdefault(port, {"longest_ms": 0.0})
-            of_port[status] = of_port.get(status, 0) + 1
             taken = round(1e3 * (time.perf_counter() - asked), 1)
-            of_port["longest_ms"] = max(of_port["longest_ms"], taken)
+            own = seen.setdefault(port, {"longest_ms": 0.0})
+            own |= {status: own.get(status, 0) + 1, "longest_ms": max(own["longest_ms"], taken)}
     return seen
 
 
@@ -299,8 +282,7 @@ class Innocent:
     """A tenant with small calls whose answers are known."""
 
     def __init__(self, scene: Scene) -> None:
-        rng = np.random.default_rng(SEED)
-        X = rng.uniform(0.5, 2, size=(ROWS, 10)).astype("f4")
+        X = np.random.default_rng(SEED).uniform(0.5, 2, size=(ROWS, 10)).astype("f4")
         self.client = warpfit.connect(scene.address, token=scene.tokens["innocent"])
         self.data = self.client.upload(X, X[:, 0])
         self.batch = thesis_mix(SEED, PROGRAMS)
@@ -323,8 +305,8 @@ class Innocent:
             times.append(1e3 * (time.perf_counter() - began))
             time.sleep(PACE)
         p50, p99 = np.percentile(times, (50, 99)).round(2).tolist()
-        figures = {"p50_ms": p50, "p99_ms": p99, "max_ms": round(max(times), 1)}
-        return {"calls": len(times), "failed": failed, "wrong": wrong, **figures}
+        found = {"p50_ms": p50, "p99_ms": p99, "max_ms": round(max(times), 1)}
+        return {"calls": len(times), "failed": failed, "wrong": wrong, **found}
 
 
 def memory(server: ServerProcess) -> int:
@@ -336,46 +318,36 @@ def memory(server: ServerProcess) -> int:
     return total >> 20
 
 
-@contextmanager
-def served(*flags: str) -> Iterator[tuple[ServerProcess, Scene, Path]]:
-    with tempfile.TemporaryDirectory() as folder:
+def attacked(name: str, seconds: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as held:
         path, tokens = token_file(Path(folder), *TENANTS)
         log = Path(folder) / "log"
-        own = ("--token-file", path, "--health-port", "0")
-        with ServerProcess(*own, *flags, log=log) as server:
-            yield server, Scene(server.address, server.facts["health"], tokens), log
-
-
-def attacked(name: str, seconds: float) -> dict[str, Any]:
-    with served() as (server, scene, log):
+        flags = ("--token-file", path, "--health-port", "0")
+        server = held.enter_context(ServerProcess(*flags, log=log))
+        scene = Scene(server.address, server.facts["health"], tokens)
         innocent = Innocent(scene)
         innocent.measure(1)
         alone = innocent.measure(seconds / 2)
-        before, written = memory(server), log.stat().st_size
-        most = [before]
-        done = threading.Event()
+        most, written, done = [memory(server)], log.stat().st_size, threading.Event()
 
-        def weigh() -> None:
+        def weigh(_: int) -> None:
             while not done.wait(0.5):
                 most.append(memory(server))
 
-        weighing = threading.Thread(target=weigh)
         with beside(_watch, scene) as health, beside(_attack, name, scene):
             time.sleep(4)  # it has begun, also one that uploads much
-            weighing.start()
-            under = innocent.measure(seconds)
-            done.set()
-            weighing.join()
+            with in_threads(weigh, [0]):
+                under = innocent.measure(seconds)
+                done.set()
         time.sleep(1)
-        afterwards = innocent.measure(1)
         return {
             "alone": alone,
             "under_attack": under,
             "ratio_p50": round(under["p50_ms"] / alone["p50_ms"], 2),
             "ratio_p99": round(under["p99_ms"] / alone["p99_ms"], 2),
-            "afterwards": afterwards,
+            "afterwards": innocent.measure(1),
             "health": health[0],
-            "MiB_before_most_after": [before, max(most), memory(server)],
+            "MiB_before_most_after": [most[0], max(most), memory(server)],
             "log_bytes": log.stat().st_size - written,
         }
 
@@ -385,7 +357,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     with on_cores(set(sorted(os.sched_getaffinity(0))[:2])):
         for name in ATTACKS:
-            if name.split()[0] == options.only or not options.only:
+            if options.only in ("", name.split()[0]):
                 found[name] = attacked(name, options.seconds)
                 print(name, found[name], flush=True)
     load = round(os.getloadavg()[0], 1)

@@ -3,8 +3,7 @@
     python tests/bench/run.py expressions                        # the file of the repository
     python tests/bench/run.py expressions --seed 7 --out FILE    # fresh ones
 
-They are those of ``cpu/values``, one a line: random ones of 10 to 50 tokens over x1 to x10, whose
-parameters are constants here, so that any program can read them.
+They are those of ``cpu/values``, one a line, whose parameters are constants here.
 """
 
 from pathlib import Path

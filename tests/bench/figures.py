@@ -18,27 +18,25 @@ from pathlib import Path
 from typing import Any
 
 from tables import operators
+from tables.capacity import capacity_costs, capacity_terabyte
 from tables.layout import RESULTS, result, select, table
 from tables.plots import course_plot, generation_plot
 from tables.reference import reference_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
-    "README.md",
-    "server/OPERATING.md",
-    "server/SEARCH.md",
-    "server/SECURITY.md",
-    "tests/bench/README.md",
-    "deploy/README.md",
-    "deploy/capacity.md",
+    *("README.md", "server/OPERATING.md", "server/SEARCH.md", "server/SECURITY.md"),
+    *("tests/bench/README.md", "deploy/README.md", "deploy/capacity.md"),
     "deploy/site/pages/benchmarking.md",
 )
-_BLOCK = re.compile(
-    r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL | re.MULTILINE
-)
+_BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
 # ------------------------------------------------------------------------------ the front page
+
+
+def linked(name: str, root: str = "") -> str:
+    return f"[`{name}.json`]({root}tests/bench/results/{name}.json)"
 
 
 def front_page() -> Iterator[str]:
@@ -53,10 +51,8 @@ def front_page() -> Iterator[str]:
     tables = {row["method"]: row for row in result("tables_two_cores")["summary"]}
     medians = [f"{tables[name]['median_r2']:.3f}" for name in ("warpfit", "pyoperon")]
     linear = tables["warpfit"]["median_linear_r2"]
-    h100, values, fitted, equations, public = (
-        f"[`{name}.json`](tests/bench/results/{name}.json)"
-        for name in ("gpu_service_h100", "cpu_vs_pyoperon", "fit", "srbench", "tables_two_cores")
-    )
+    names = ("gpu_service_h100", "cpu_vs_pyoperon", "fit", "srbench", "tables_two_cores")
+    h100, values, fitted, equations, public = map(linked, names)
     yield f"""\
 | what | warpfit | peer | result file |
 |---|---|---|---|
@@ -69,7 +65,8 @@ def front_page() -> Iterator[str]:
 | fits, 10,000 rows, 50 iterations, precise mode, 2 CPU threads | \
 {fits["fits_per_second"]["warpfit precise"]:,.0f} a second | \
 pyoperon: {fits["fits_per_second"]["pyoperon"]:,.0f} a second | {fitted} |
-{laws_rows()}
+{laws_row("search_laws_cpu", "two cores")}
+{laws_row("search_laws_gpu_own", "one H200", " on its host's cores")}
 | equations of the Feynman database found exactly (SRBench's rule), 30 s, one CPU thread | \
 {solved[0]} of 100 | pyoperon: {solved[1]} of 100 | {equations} |
 | twelve public tables, median R2 of rows left out, 10 s, two cores | {medians[0]} | \
@@ -80,14 +77,12 @@ pyoperon: {medians[1]}; linear regression: {linear:.3f} | {public} |"""
 
 
 def cpu_engine() -> Iterator[str]:
-    rows = []
+    rows, ours, fast = [], "warpfit precise values", "warpfit fast values"
     for case in result("cpu_vs_pyoperon")["cases"]:
         rates, times = case["giga_token_rows_per_second"], case["times_pyoperon"]
-        ours, fast = "warpfit precise values", "warpfit fast values"
-        rows.append(
-            f"{case['rows']:,} | {case['threads']} | {rates['pyoperon']:.2f} | {rates[ours]:.2f} | "
-            f"{times[ours]:.1f} | {times[fast]:.1f}"
-        )
+        speeds = f"{rates['pyoperon']:.2f} | {rates[ours]:.2f}"
+        ratios = f"{times[ours]:.1f} | {times[fast]:.1f}"
+        rows.append(f"{case['rows']:,} | {case['threads']} | {speeds} | {ratios}")
     head = "rows | threads | pyoperon, Gtok/s | warpfit, Gtok/s | ratio | fast mode, ratio"
     yield from table(head, rows)
 
@@ -97,18 +92,15 @@ def fits() -> Iterator[str]:
     for case in document["cases"]:
         rates, losses = case["fits_per_second"], case["final_loss"]["warpfit precise"]
         compared = " / ".join(str(losses[name]) for name in ("better", "equal", "worse"))
-        rows.append(
-            f"{case['iterations']} | {case['threads']} | {rates['pyoperon']:,.0f} | "
-            f"{rates['warpfit precise']:,.0f} | {case['times_pyoperon']['warpfit precise']:.1f} | "
-            f"{compared}"
-        )
+        speeds = f"{rates['pyoperon']:,.0f} | {rates['warpfit precise']:,.0f}"
+        ratio = f"{case['times_pyoperon']['warpfit precise']:.1f}"
+        rows.append(f"{case['iterations']} | {case['threads']} | {speeds} | {ratio} | {compared}")
     head = "iterations | threads | pyoperon, fits/s | warpfit, fits/s | ratio"
     yield from table(f"{head} | loss better / equal / worse", rows)
     (cost,) = select(document["cost_of_derivatives"], rows=10**5)
     times = cost["precise"]["times_loss"]
-    yield ""
     yield (
-        f"At 100,000 rows loss and gradient together take {times['loss and gradient']:.2f} times "
+        f"\nAt 100,000 rows loss and gradient together take {times['loss and gradient']:.2f} times "
         "the time of the loss alone,\nwith the normal matrix of a Levenberg-Marquardt step "
         f"{times['loss, gradient, normal matrix']:.2f} times."
     )
@@ -149,30 +141,19 @@ def laws() -> Iterator[str]:
     )
 
 
-def laws_rows() -> str:
-    own, cpu = result("search_laws_gpu_own"), result("search_laws_cpu")
-    what = "laws of 4 to 7 variables among 10 found, noise of 2%"
-    return "\n".join(
-        f"| {what}, {document['seconds']:.0f} s, {where} | {document['found']} of "
-        f"{document['searches']} | pyoperon{host}: {document['found_by_pyoperon']} of "
-        f"{document['searches']} | [`{document['benchmark']}.json`]"
-        f"(tests/bench/results/{document['benchmark']}.json) |"
-        for document, where, host in (
-            (cpu, "two cores", ""),
-            (own, "one H200", " on its host's cores"),
-        )
-    )
+def laws_row(name: str, where: str, host: str = "") -> str:
+    found = result(name)
+    ours, theirs, count = (found[key] for key in ("found", "found_by_pyoperon", "searches"))
+    what = f"laws of 4 to 7 variables among 10 found, noise of 2%, {found['seconds']:.0f} s"
+    scores = f"{ours} of {count} | pyoperon{host}: {theirs} of {count}"
+    return f"| {what}, {where} | {scores} | {linked(name)} |"
 
 
 def three_columns() -> Iterator[str]:
     """Kernel, call in a process and call through the wire on one H200."""
     service = result("gpu_service")
-    kernels = {
-        case["rows"]: case["interpret_us"] / 1e3
-        for case in result("gpu_interpreter")["results"]
-        if case["mode"] == "float32 fast"
-    }
-    rows = []
+    cases, rows = select(result("gpu_interpreter")["results"], mode="float32 fast"), []
+    kernels = {case["rows"]: case["interpret_us"] / 1e3 for case in cases}
     for name, theirs in service["EvoGP"].items():
         programs, _, count = name.partition(" x ")
         wire = service["one client"][f"fresh {name}"]["p50_ms"]
@@ -183,10 +164,7 @@ def three_columns() -> Iterator[str]:
     yield from table(f"{head} | warpfit, a call through gRPC", rows)
     yield ""
     yield "Losses in fast mode, medians, fresh expressions; EvoGP has trees and data on the device"
-    files = [
-        f"[`{name}.json`](../../../tests/bench/results/{name}.json)"
-        for name in ("gpu_interpreter", "gpu_service")
-    ]
+    files = (linked(name, "../../../") for name in ("gpu_interpreter", "gpu_service"))
     yield f"already ({', '.join(files)})."
 
 
@@ -195,24 +173,20 @@ def srbench_2025() -> Iterator[str]:
     for name in dict.fromkeys(run["data"] for run in document["runs"]):
         runs = [run for run in document["runs"] if run["data"] == name]
         scores = sorted(run["r2_test"] for run in runs)
-        method, r2, size = document["published"].get(name, ("", None, None))
-        published = f"{method}: {r2:.2f}, {size} nodes" if method else "no numbers"
+        known = document["published"].get(name)
+        published = "{}: {:.2f}, {} nodes".format(*known) if known else "no numbers"
         nodes = statistics.median(run["size"] for run in runs)
-        rows.append(
-            f"`{name}` | {runs[0]['rows']} | {published} | {statistics.median(scores):.2f} "
-            f"({scores[0]:.2f} to {scores[-1]:.2f}) | {nodes:.0f}"
-        )
+        told = f"{statistics.median(scores):.2f} ({scores[0]:.2f} to {scores[-1]:.2f})"
+        rows.append(f"`{name}` | {runs[0]['rows']} | {published} | {told} | {nodes:.0f}")
     head = "data set | rows | published R2 and size | R2, median (range) of "
     yield from table(f"{head}{document['seeds']} splits | nodes, median", rows)
-    yield ""
     seconds, cores = document["seconds"], document["machine"]["cores"]
-    yield f"Each fit had {seconds:.0f} s and one thread of {cores} shared cores"
-    yield "([`srbench_2025.json`](../../../tests/bench/results/srbench_2025.json))."
+    yield f"\nEach fit had {seconds:.0f} s and one thread of {cores} shared cores"
+    yield f"({linked('srbench_2025', '../../../')})."
 
 
 def noisy_tables() -> Iterator[str]:
-    rows = []
-    document = result("tables_two_cores")
+    document, rows = result("tables_two_cores"), []
     cores = document["machine"]["cores"]
     for row in document["summary"]:
         where = f"{cores} | {row['seconds_allowed']:.0f} s | {row['method']} | {row['runs']}"
@@ -220,19 +194,6 @@ def noisy_tables() -> Iterator[str]:
         rows.append(f"{where} | {medians} | {', '.join(row['below_linear'])}")
     head = "cores | time | method | searches | median test R2 | median tokens | below linear"
     yield from table(head, rows)
-
-
-def skeletons() -> Iterator[str]:
-    rows, methods = [], ["warpfit", "least_squares", "bfgs", "pyoperon"]
-    settings = {name: each for name, each in result("skeletons").items() if ", noise" in name}
-    for name, counts in settings.items():
-        cells = (
-            f" | {counts[method]['recovered']:.1%} ({counts[method]['median_processor_seconds']} s)"
-            for method in methods
-        )
-        drawn = f"{counts['skeletons']} of {counts['of']} skeletons"
-        rows.append(f"{name}, {drawn}{''.join(cells)}")
-    yield from table(" | ".join(["constants", *methods]), rows)
 
 
 # ---------------------------------------------------------------------------------- the service
@@ -276,35 +237,25 @@ def transport() -> Iterator[str]:
 
 # -------------------------------------------------------------------------------------- the GPU
 
-WAYS = ("interpreter", "compiled")
-
-
-def kernel_times() -> dict[tuple[str, str], dict[int, tuple[float, float]]]:
-    """Microseconds and Ttok/s on the device by rows, by way and mode, for the random mix."""
-    found: dict[tuple[str, str], dict[int, tuple[float, float]]] = {}
-    ways = (("interpret_us", "tokens_per_second"), ("microseconds", "token_rows_per_second"))
-    for way, (time, rate) in zip(WAYS, ways, strict=True):
-        for case in result(f"gpu_{'interpreter' if way == WAYS[0] else way}")["results"]:
-            if case.get("mix", "thesis mix") == "thesis mix":
-                times = found.setdefault((way, case["mode"]), {})
-                times[case["rows"]] = case[time], case[rate] / 1e12
-    return found
-
 
 def device() -> Iterator[str]:
-    rows = []
-    for (way, mode), times in kernel_times().items():
-        cells = (times[count] for count in (10**4, 10**5, 10**6))
-        rows.append(
-            f"{way}, {mode}" + "".join(f" | {us:,.0f} us = {rate:.2f} Ttok/s" for us, rate in cells)
-        )
-    yield from table("300 expressions, losses | 10,000 rows | 100,000 rows | 1,000,000 rows", rows)
+    rows: dict[str, str] = {}
+    for way, time, rate in (
+        ("interpreter", "interpret_us", "tokens_per_second"),
+        ("compiled", "microseconds", "token_rows_per_second"),
+    ):
+        for case in result(f"gpu_{way}")["results"]:
+            if case["rows"] >= 10**4 and case.get("mix", "thesis mix") == "thesis mix":
+                what = f"{way}, {case['mode']}"
+                told = f"{case[time]:,.0f} us = {case[rate] / 1e12:.2f} Ttok/s"
+                rows[what] = f"{rows.get(what, what)} | {told}"
+    head = "300 expressions, losses | 10,000 rows | 100,000 rows | 1,000,000 rows"
+    yield from table(head, rows.values())
     compiled = result("gpu_compiled")
     seconds, threads = compiled["compile_300_expressions_seconds"], compiled["compiler_threads"]
     lowered = {case["programs"]: case["lower_us"] for case in result("gpu_lowering")["results"]}
-    yield ""
     yield (
-        f"From text to loaded kernels 300 fresh expressions take {seconds['float32 fast']:.2f} s "
+        f"\nFrom text to loaded kernels 300 fresh expressions take {seconds['float32 fast']:.2f} s "
         f"on {threads} threads in fast mode,\n{seconds['float32 precise']:.2f} s in precise mode. "
         f"Lowering on the device takes {lowered[300]:.0f} us for 300 programs, "
         f"{lowered[50_000]:.0f} us for 50,000."
@@ -320,30 +271,23 @@ def gpu_devices() -> Iterator[str]:
     def times(cases: Any, setting: str) -> str:
         return f"{cases['times_the_first'][setting]:.2f}"
 
-    rows = []
-    for key, title in (
-        ("one client", "5,000 programs x 1,000,000 rows, one client"),
-        ("fits", "3,000 searches x 10,000 rows, one client"),
-    ):
+    large = ("one client", "5,000 programs x 1,000,000 rows, one client")
+    rows, lone = [], (large, ("fits", "3,000 searches x 10,000 rows, one client"))
+    for key, title in lone:
         one_gpu = times(shared[key], "0,0") if key in shared else ""
         rows.append(f"{title} | {times(two[key], '0,1')} | {one_gpu}")
     for case in two["sustained"]:
         shape = {name: case[name] for name in ("programs", "rows", "workers")}
-        other = select(shared["sustained"], **shape)
-        title = (
-            f"{shape['programs']:,} programs x {shape['rows']:,} rows, {shape['workers']} workers"
-        )
-        rows.append(f"{title} | {times(case, '0,1')} | {times(other[0], '0,0') if other else ''}")
+        other = [times(each, "0,0") for each in select(shared["sustained"], **shape)]
+        title = "{programs:,} programs x {rows:,} rows, {workers} workers".format(**shape)
+        rows.append(f"{title} | {times(case, '0,1')} | {''.join(other)}")
     yield from table("what | two GPUs | two engines on one GPU", rows)
     yield ""
-    rows = [
-        f"5,000 programs x 1,000,000 rows, one client | {times(four['one client'], '0,1,2,3')} |",
-        f"3,000 searches x 10,000 rows, one client | {times(four['fits'], '0,1,2,3')} |",
-    ]
+    rows = [f"{title} | {times(four[key], '0,1,2,3')} |" for key, title in lone]
     for document, who in ((four, ""), (encoded, ", encoded before")):
         for case in document["sustained"]:
             runs = [each["calls_per_second"] for each in case["servers"]["0,1,2,3"]]
-            what = f"{case['programs']} programs x {case['rows']:,} rows, {case['workers']} workers"
+            what = "{programs} programs x {rows:,} rows, {workers} workers".format(**case)
             told = f"{times(case, '0,1,2,3')} | {statistics.median(runs):,.0f}"
             rows.append(f"{what}{who} | {told}")
     yield from table("what | four H200 | calls/s", rows)
@@ -356,16 +300,15 @@ def gpu_devices() -> Iterator[str]:
         rows.append(f"{devices} | {rate / 1e6:.1f} million | {told}")
     head = "devices of a search of 6 s | formulas a second | laws found"
     yield from table(f"{head} | median seconds until found", rows)
-    yield ""
     calls = lost["one client"]
-    large, fits, search = calls["large batches"], calls["fits"], calls["search"]
+    both, search = (calls["large batches"], calls["fits"]), calls["search"]
+    failed, differ = (sum(each[of] for each in both) for of in ("failed", "answers_that_differ"))
     yield (
-        f"One of four engines killed under {lost['workers']} workers: {lost['failed']} failed "
+        f"\nOne of four engines killed under {lost['workers']} workers: {lost['failed']} failed "
         f"calls, {lost['answers_that_differ']} answers that differ, no answers for "
         f"{1e3 * lost['longest_gap_seconds']:.0f} ms at most; under one client's large batches "
-        f"and fits: {large['failed'] + fits['failed']} failed calls, "
-        f"{large['answers_that_differ'] + fits['answers_that_differ']} answers that differ, the "
-        f"longest call {max(large['longest_call_seconds'], fits['longest_call_seconds']):.2f} s; "
+        f"and fits: {failed} failed calls, {differ} answers that differ, the longest call "
+        f"{max(each['longest_call_seconds'] for each in both):.2f} s; "
         f"under a search: its reason was `{search['reason']}`, and its front has "
         f"{search['sizes of the front']} sizes. Two CPU engines of one thread against one, on two "
         f"cores: {times(on_cpu, 'cpu:2')}."
@@ -385,16 +328,13 @@ def gpu_streaming() -> Iterator[str]:
 
 
 def gpu_derivatives() -> Iterator[str]:
-    times = {
-        (case["mode"], case["rows"]): case["gradient_us"]
-        for case in result("gpu_derivatives_h100")["results"]
-    }
-    rows = [
-        mode + "".join(f" | {times[mode, rows]:,.0f} us" for rows in (10**4, 10**5, 10**6))
-        for mode in dict.fromkeys(mode for mode, _ in times)
-    ]
-    header = "300 expressions, losses and gradients | 10,000 rows | 100,000 rows | 1,000,000 rows"
-    yield from table(header, rows)
+    rows: dict[str, str] = {}
+    for case in result("gpu_derivatives_h100")["results"]:
+        if case["rows"] >= 10**4:
+            mode = case["mode"]
+            rows[mode] = f"{rows.get(mode, mode)} | {case['gradient_us']:,.0f} us"
+    head = "300 expressions, losses and gradients | 10,000 rows | 100,000 rows | 1,000,000 rows"
+    yield from table(head, rows.values())
 
 
 #: Calls of one client by the title of a row.
@@ -425,11 +365,9 @@ def gpu_service(*names: str) -> Iterator[str]:
     yield from table(f"one client{columns}", rows)
     yield ""
     for cases in zip(*(document["sustained"] for document in documents), strict=True):
-        several = " and ".join(
-            f"{case['token_rows_per_second'] / 1e12:.2f} Ttok/s, answers within "
-            f"{case['p99_ms']:.1f} ms (99th percentile)"
-            for case in cases
-        )
+        rates = [f"{case['token_rows_per_second'] / 1e12:.2f} Ttok/s" for case in cases]
+        within = [f"answers within {case['p99_ms']:.1f} ms (99th percentile)" for case in cases]
+        several = " and ".join(map(", ".join, zip(rates, within, strict=True)))
         yield f"{cases[0]['workers']} workers together: {several}."
 
 
@@ -459,11 +397,9 @@ def overload() -> Iterator[str]:
         document = result(name)
         over = document["ten_times_overload"]
         ratios = (f"{case['p99_ratio']:.1f}" for case in document["greedy_tenant"].values())
-        refused = over["refused_as_one_client_saw_it"]["p99_ms"]
-        rows.append(
-            f"{machine} | {over['peak_calls_per_second']:.0f} | {over['goodput_of_peak']:.2f} | "
-            f"{refused:.1f} ms | {', '.join(ratios)}"
-        )
+        refused = f"{over['refused_as_one_client_saw_it']['p99_ms']:.1f} ms"
+        rates = f"{over['peak_calls_per_second']:.0f} | {over['goodput_of_peak']:.2f}"
+        rows.append(f"{machine} | {rates} | {refused} | {', '.join(ratios)}")
     head = "machine | answers a second at the peak | share of it at overload | refusal, p99"
     yield from table(f"{head} | the modest tenant's p99, times that alone", rows)
 
@@ -471,9 +407,7 @@ def overload() -> Iterator[str]:
 def faults() -> Iterator[str]:
     found = result("faults")["faults"]
     soak, fuzz = result("soak"), result("fuzz")
-    kill, two, stop = (
-        found[f"engine_{name}"] for name in ("sigkill", "sigkill_two_front_ends", "sigstop")
-    )
+    kill, two, stop = (found[f"engine_sig{x}"] for x in ("kill", "kill_two_front_ends", "stop"))
     restart, term = found["server_sigkill"], found["sigterm"]
     calls = sum(soak["soak"]["calls"].values())
     grown = max(part["private_mib"] for part in fuzz["growth_after_half"].values())
@@ -530,9 +464,8 @@ def faults_ray() -> Iterator[str]:
     yield from table(head, rows)
     searched = found["search_while_a_worker_a_server_and_a_node_are_killed"]
     same = "the same formulas as" if searched["same_formulas"] else "other formulas than"
-    yield ""
     yield (
-        "A search by `client/examples/islands_on_ray.py` during which a worker, a server and a "
+        "\nA search by `client/examples/islands_on_ray.py` during which a worker, a server and a "
         f"node were killed found\n{same} one that nothing disturbed, after "
         f"{searched['seconds']:.0f} instead of {searched['seconds_undisturbed']:.0f} s."
     )
@@ -542,58 +475,15 @@ def attacks() -> Iterator[str]:
     """Times of an innocent tenant's calls, alone and while others attack the server."""
     found = {name: case for name, case in result("attacks")["attacks"].items() if "alone" in case}
 
-    def row(name: str, case: Any) -> str:
+    rows = []
+    for name, case in found.items():
         times = [case[when] for when in ("alone", "under_attack")]
-        each = [f"{time['p50_ms']:.0f} / {time['p99_ms']:.0f}" for time in times]
+        each = " | ".join(f"{time['p50_ms']:.0f} / {time['p99_ms']:.0f}" for time in times)
         wrong, failed = (sum(time[what] for time in times) for what in ("wrong", "failed"))
-        return f"{name} | {' | '.join(each)} | {times[1]['max_ms']:.0f} | {wrong}, {failed}"
-
+        told = f"{each} | {times[1]['max_ms']:.0f} | {wrong}, {failed}"
+        rows.append(f"{name.partition(' ')[2]} | {told}")
     head = "attack | alone, p50 / p99 in ms | attacked | longest | wrong answers, failed calls"
-    yield from table(head, (row(name.split(" ", 1)[1], case) for name, case in found.items()))
-
-
-# ------------------------------------------------------------------------------------- capacity
-
-
-def capacity_costs() -> Iterator[str]:
-    """Costs of a call, and the rate at which a server with one GPU saturates."""
-    document = result("capacity")
-    costs, most = document["costs"], document["bounds"]
-    micro = {
-        name: f"{value * 1e6:.0f} us"
-        for name, value in (costs | {"network": most["network"]}).items()
-    }
-    rate = {name: f"{1 / seconds:,.0f}" for name, seconds in most.items()}
-    yield f"""\
-| resource | a call takes | measured in | most calls a second, all busy |
-|---|---|---|---|
-| worker's processor | {micro["client"]} | `call_cost.json` |  |
-| 16 cores of the server | {micro["front_end"]}, {costs["busy"]} times that when all are busy | \
-`gpu_service.json`: what is left of the latency | {rate["cores"]} |
-| engine process | {micro["step"]} a step, {micro["request"]} a call | `gpu_service.json` | \
-{rate["engine process"]} |
-| device | {micro["launch"]} a step, {micro["device"]} a call | \
-`gpu_service.json`, `gpu_interpreter.json` | {rate["device"]} |
-| network, 25 Gbit/s | {micro["network"]} for {costs["request_bytes"] / 1e3:.0f} kB | \
-`call_cost.json`; the rate is assumed | {rate["network"]} |"""
-
-
-def capacity_terabyte() -> Iterator[str]:
-    cases, rows = result("capacity")["terabyte"], []
-    for case in cases:
-        streamed = "" if case["resident"] else ": streamed"
-        rows.append(
-            f"{case['gpus']:,} | {case['bytes_for_each_gpu'] / 1e9:,.0f} GB{streamed} | "
-            f"{case['kernels_seconds']:.2f} s | {case['gathering_seconds'] * 1e3:.0f} ms | "
-            f"{case['reload_of_one_gpu_seconds']:.1f} s"
-        )
-    head = "GPUs | each holds | 300 expressions: kernels | sending and gathering"
-    yield from table(f"{head} | reload of a lost share, 25 Gbit/s", rows)
-    yield ""
-    yield (
-        f"One client uploads it in {cases[0]['upload_by_one_client_seconds'] / 60:.0f} minutes at "
-        "the rate of `transport_16_cores.json`."
-    )
+    yield from table(head, rows)
 
 
 # -------------------------------------------------------------------------------------- writing
@@ -603,7 +493,7 @@ FIGURES: dict[str, Callable[[], Iterator[str]]] = {
     function.__name__: function
     for function in (
         *(front_page, cpu_engine, fits, found_equations, three_columns, srbench_2025),
-        *(noisy_tables, skeletons, laws, service, transport, device, gpu_devices, gpu_streaming),
+        *(noisy_tables, laws, service, transport, device, gpu_devices, gpu_streaming),
         *(gpu_derivatives, proposals, overload, faults, faults_ray, attacks),
         *(capacity_costs, capacity_terabyte),
     )
@@ -617,7 +507,7 @@ def page(text: str) -> str:
     """Return the text of a README with its figures as the result files have them."""
 
     def block(match: re.Match[str]) -> str:
-        return match[1] + "\n".join(FIGURES[match[2]]()) + "\n" + match[4]
+        return match[1] + "\n".join(FIGURES[match[2]]()) + "\n" + match[3]
 
     return _BLOCK.sub(block, text)
 
@@ -633,16 +523,14 @@ def outputs() -> dict[Path, str]:
 
 
 def main() -> int:
-    stale = {
-        path: text
-        for path, text in outputs().items()
-        if not path.exists() or path.read_text() != text
-    }
-    for path, text in stale.items():
-        print(path.relative_to(ROOT))
-        if "--check" not in sys.argv:
-            path.write_text(text)
-    return 1 if stale and "--check" in sys.argv else 0
+    checks, stale = "--check" in sys.argv, False
+    for path, text in outputs().items():
+        if not path.exists() or path.read_text() != text:
+            stale = True
+            print(path.relative_to(ROOT))
+            if not checks:
+                path.write_text(text)
+    return int(stale and checks)
 
 
 if __name__ == "__main__":

@@ -9,33 +9,24 @@ both. With a greedy tenant all share all cores. Ratios compare figures of one ru
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from harness import SEED, ServerProcess, arguments, percentiles, save
 
 import warpfit
-from support.load.callers import (
-    OPTIMIZE,
-    TURN_SECONDS,
-    Caller,
-    Crew,
-    Outcome,
-    Outcomes,
-    Target,
-    closed_loop,
-    on_cores,
-)
+from support.load import callers
+from support.load.callers import Caller, Crew, Outcomes, Target, closed_loop, on_cores
 from support.load.processes import beside, in_threads
 from support.random_programs import thesis_mix
 from support.servers.server import tenants_file, token_file
@@ -64,41 +55,34 @@ _CONTEXT = multiprocessing.get_context("spawn")
 _PAUSE = -1
 
 
-@dataclass(frozen=True)
-class Job:
-    """Calls that are all alike."""
+class Job(NamedTuple):
+    """Calls that are all alike: evaluations, or fits of some iterations."""
 
     programs: int
     rows: int
     iterations: int = 0
-    """Of fits; 0 for evaluations."""
     gradient: bool = False
-    """Whether evaluations want gradients, too."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """What is asked of an engine."""
+class Work(NamedTuple):
+    """What is asked of an engine, greedy tenants with a number of clients each."""
 
     overload: Job
     victim: Job
     greedy: dict[str, tuple[int, Job]]
-    """Number of greedy clients, and what they ask."""
 
 
 def work(rows: int) -> Work:
     """Work of batches over ``rows`` rows; small messages, so that sending them costs little."""
-    return Work(
-        Job(programs=200, rows=rows),
-        Job(programs=100, rows=rows // 2),
-        {
-            "batches of the same size": (16, Job(programs=100, rows=rows // 2)),
-            "batches ten times larger": (8, Job(programs=1000, rows=rows // 2)),
-            "very small batches": (16, Job(programs=1, rows=1000)),
-            "fits": (8, Job(programs=30, rows=rows // 2, iterations=3)),
-            "very large batches with gradients": (4, Job(30_000, rows=1000, gradient=True)),
-        },
-    )
+    half = rows // 2
+    greedy = {
+        "batches of the same size": (16, Job(100, half)),
+        "batches ten times larger": (8, Job(1000, half)),
+        "very small batches": (16, Job(1, 1000)),
+        "fits": (8, Job(30, half, iterations=3)),
+        "very large batches with gradients": (4, Job(30_000, 1000, gradient=True)),
+    }
+    return Work(Job(200, rows), Job(100, half), greedy)
 
 
 #: Of each engine: a batch takes some 80 ms of a core, and some milliseconds of a GPU.
@@ -115,10 +99,11 @@ def prepared(address: str, token: str, job: Job, number: int = 0) -> Target:
     programs, parameters = (-(-job.programs // DRAWN) * some for some in drawn)
     if job.iterations:
         fit = build_fit(data, programs, parameters, {"max_iterations": job.iterations})
-        return Target(address, token, codec.fit_to_message(fit).SerializeToString(), OPTIMIZE)
+        message = codec.fit_to_message(fit).SerializeToString()
+        return Target(address, token, message, callers.OPTIMIZE)
     options = {"loss": "mse", "gradient": job.gradient}
     evaluation, _ = build_evaluation(data, programs, parameters, None, options)
-    return Target(address, token, codec.evaluation_to_message(evaluation).SerializeToString())
+    return Target(address, token, codec.evaluation_to_bytes(evaluation))
 
 
 def _flood(targets: list[Target], count: int, turn: Any, stop: Any) -> None:
@@ -129,9 +114,9 @@ def _flood(targets: list[Target], count: int, turn: Any, stop: Any) -> None:
         while not stop.is_set():
             if turn.value == _PAUSE:
                 time.sleep(0.01)
-                continue
-            caller.aim(targets[turn.value])
-            time.sleep(caller.call()[1])
+            else:
+                caller.aim(targets[turn.value])
+                time.sleep(caller.call()[1])
 
     with in_threads(work, range(count)):
         pass
@@ -151,7 +136,7 @@ def greedy(address: str, tokens: dict[str, str], asked: Work, seconds: float) ->
     pace = max(PACE, REST * usual)
     result: dict[str, Any] = {}
     for name, (threads, job) in asked.greedy.items():
-        alone, crowded, rounds = [], [], []
+        alone, rounds = [], []
         # Other programs in each round, as from one generation to the next: they are compiled anew.
         targets = [prepared(address, tokens["greedy"], job, number) for number in range(ROUNDS)]
         Caller(targets[0]).call()  # the first fit on a machine compiles what steers fits, once
@@ -165,13 +150,12 @@ def greedy(address: str, tokens: dict[str, str], asked: Work, seconds: float) ->
                 turn.value = number
                 time.sleep(0.5)
                 rounds.append(closed_loop(caller, 2 * seconds / ROUNDS, pace))
-                crowded += rounds[-1]
-        assert all(outcome.status == "OK" for outcome in crowded)
-        p99 = [float(np.percentile(x, 99)) for x in (_times(alone), _times(crowded))]
+        assert all(outcome.status == "OK" for outcome in itertools.chain(*rounds))
+        quiet, beside_it = (milliseconds(_times(x)) for x in (alone, [*itertools.chain(*rounds)]))
         result[f"{threads} greedy clients, {name}"] = {
-            "alone": milliseconds(_times(alone)),
-            "beside": milliseconds(_times(crowded)),
-            "p99_ratio": round(p99[1] / p99[0], 2),
+            "alone": quiet,
+            "beside": beside_it,
+            "p99_ratio": round(beside_it["p99_ms"] / quiet["p99_ms"], 2),
             "beside_p99_ms_of_each_round": [milliseconds(_times(one))["p99_ms"] for one in rounds],
         }
     return result
@@ -192,7 +176,7 @@ def _watch(target: Target, go: Any, stop: Any) -> Outcomes:
 
 
 class Account:
-    """Answers of one kind of phase, of which there are several.
+    """Answers of one kind of phase, of which there are several, and the rates of calls and answers.
 
     The first quarter of a phase, in which its calls begin to queue, does not count, nor what is
     answered after its end.
@@ -209,18 +193,9 @@ class Account:
         self.outcomes += calls(self._length)
         self._counted.append((started + self._length / 4, started + self._length))
 
-    @property
-    def answered(self) -> float:
-        return self._rate(outcome for outcome in self.outcomes if outcome.status == "OK")
-
-    @property
-    def called(self) -> float:
-        return self._rate(self.outcomes)
-
-    def _rate(self, outcomes: Iterable[Outcome]) -> float:
-        counted = sum(
-            begin <= outcome.moment < end for outcome in outcomes for begin, end in self._counted
-        )
+    def rate(self, wanted: str = "OK") -> float:
+        moments = [x.moment for x in self.outcomes if wanted in ("", x.status)]
+        counted = sum(begin <= at < end for at in moments for begin, end in self._counted)
         return counted / sum(end - begin for begin, end in self._counted)
 
 
@@ -232,9 +207,8 @@ def overload(target: Target, crew: Crew, seconds: float) -> dict[str, Any]:
     """
     trials = {}
     for count in CLIENTS:
-        trial = Account(seconds / 2)
-        trial.phase(partial(crew.closed, count))
-        trials[count] = trial.answered
+        (trial := Account(seconds / 2)).phase(partial(crew.closed, count))
+        trials[count] = trial.rate()
     clients = max(trials, key=trials.__getitem__)
     peak, beyond, patient = (Account(seconds / 2) for _ in range(3))
     go = _CONTEXT.Event()
@@ -242,29 +216,29 @@ def overload(target: Target, crew: Crew, seconds: float) -> dict[str, Any]:
         for _ in range(ROUNDS):
             peak.phase(partial(crew.closed, clients))
             go.set()
-            beyond.phase(partial(crew.open, 10 * peak.answered))
+            beyond.phase(partial(crew.open, 10 * peak.rate()))
             go.clear()
             patient.phase(partial(crew.closed, 10 * clients))
     (seen,) = found
     beyond.outcomes += seen  # its answers are answers, too
+    answered = _times(beyond.outcomes)
     refused = _times(beyond.outcomes, "RESOURCE_EXHAUSTED")
-    others = len(beyond.outcomes) - len(refused) - len(_times(beyond.outcomes))
     return {
         "rounds": ROUNDS,
         "answers_per_second_of_so_many_clients": {n: round(rate, 1) for n, rate in trials.items()},
         "peak_clients": clients,
-        "peak_calls_per_second": round(peak.answered, 1),
-        "offered_calls_per_second": round(beyond.called, 1),
-        "goodput_calls_per_second": round(beyond.answered, 1),
-        "goodput_of_peak": round(beyond.answered / peak.answered, 3),
+        "peak_calls_per_second": round(peak.rate(), 1),
+        "offered_calls_per_second": round(beyond.rate(""), 1),
+        "goodput_calls_per_second": round(beyond.rate(), 1),
+        "goodput_of_peak": round(beyond.rate() / peak.rate(), 3),
         "refused": milliseconds(refused),
         "refused_as_one_client_saw_it": milliseconds(_times(seen, "RESOURCE_EXHAUSTED")),
-        "answered": milliseconds(_times(beyond.outcomes)),
-        "other": others,
+        "answered": milliseconds(answered),
+        "other": len(beyond.outcomes) - len(refused) - len(answered),
         "ten_times_the_clients_that_obey": {
-            "calls_per_second": round(patient.called, 1),
-            "goodput_calls_per_second": round(patient.answered, 1),
-            "goodput_of_peak": round(patient.answered / peak.answered, 3),
+            "calls_per_second": round(patient.rate(""), 1),
+            "goodput_calls_per_second": round(patient.rate(), 1),
+            "goodput_of_peak": round(patient.rate() / peak.rate(), 3),
         },
     }
 
@@ -297,7 +271,7 @@ def server(
 
 def main() -> None:
     options = arguments(__doc__, "", seconds=15.0, engine="cpu")
-    sys.setswitchinterval(TURN_SECONDS)
+    sys.setswitchinterval(callers.TURN_SECONDS)
     asked = WORK[options.engine]
     busy = round(os.getloadavg()[0], 1)  # other programs of the machine slow everything down
     too_much = overloaded(options.engine, asked, options.seconds)

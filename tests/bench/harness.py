@@ -19,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
@@ -41,6 +42,7 @@ _PACKAGES: Final = (
 _GPU_FIELDS: Final = ("name", "driver_version", "clocks.max.sm", "memory.total", "compute_cap")
 #: Seed of programs and data, where a program has no flag for it.
 SEED = 20261121
+Clock = Callable[[], float]
 MODES = {
     "float32 fast": (np.float32, Precision.FAST),
     "float32 precise": (np.float32, Precision.PRECISE),
@@ -55,9 +57,8 @@ def arguments(document: str | None, name: str, words: str = "", **flags: Any) ->
     type is that of a value that is None unless it is given. Arguments without a flag are a list
     that ``words`` names. Every program has ``--name`` and ``--folder`` of its result.
     """
-    parser = argparse.ArgumentParser(
-        description=document, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=document, formatter_class=shape)
     if words:
         parser.add_argument(words, nargs="*")
     for flag, default in {"name": name, "folder": RESULTS, **flags}.items():
@@ -68,8 +69,6 @@ def arguments(document: str | None, name: str, words: str = "", **flags: Any) ->
             given = {"type": default}
         elif isinstance(default, tuple):
             given |= {"nargs": "+", "type": type(default[0]) if default else str}
-        elif isinstance(default, Path):
-            given["type"] = Path
         parser.add_argument(f"--{flag.replace('_', '-')}", **given)
     return parser.parse_args()
 
@@ -87,11 +86,7 @@ def connected(
 
 
 def seconds_of(
-    action: Callable[[], object],
-    rounds: int,
-    *,
-    warm_up: int = 0,
-    clock: Callable[[], float] = time.perf_counter,
+    action: Callable[[], object], rounds: int, *, warm_up: int = 0, clock: Clock = perf_counter
 ) -> list[float]:
     """Return the time of each round, without those that warm up."""
     times = []
@@ -104,10 +99,9 @@ def seconds_of(
 
 def medians_in_turn(
     cases: Mapping[str, Callable[[], object]],
-    *,
     rounds: int = 5,
     seconds: float = 0.0,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = perf_counter,
 ) -> dict[str, float]:
     """Return the median time of each case, repetitions interleaved.
 
@@ -117,8 +111,8 @@ def medians_in_turn(
     for run in cases.values():
         run()
     times: dict[str, list[float]] = {name: [] for name in cases}
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or min(map(len, times.values())) < rounds:
+    end = perf_counter() + seconds
+    while perf_counter() < end or min(map(len, times.values())) < rounds:
         for name, run in cases.items():
             times[name] += seconds_of(run, 1, clock=clock)
     return {name: statistics.median(series) for name, series in times.items()}
@@ -157,9 +151,9 @@ def start_up_seconds(devices: str = "cpu") -> float:
     """Return the median time from the command to the start-up line, with a filled compile cache."""
     times = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = perf_counter()
         server = ServerProcess(devices=devices)
-        times.append(time.perf_counter() - started)
+        times.append(perf_counter() - started)
         server.stop()
     return statistics.median(times)
 
@@ -172,29 +166,20 @@ def uniform_data(rows: int, dtype: Any, seed: int = 0) -> Dataset:
 
 def outputs_of(evaluation: Evaluation, values: Any = None) -> Outputs:
     """Make the outputs of an evaluation with losses, or of one into an array of values."""
-    return Outputs(
-        values,
-        np.empty((len(evaluation.batch), 1)) if evaluation.loss is not None else None,
-        np.zeros(1, np.uint8),
-        lambda _: None,
-        gradients=np.empty(len(evaluation.batch.parameters)) if evaluation.gradient else None,
-    )
+    losses = np.empty((len(evaluation.batch), 1)) if evaluation.loss is not None else None
+    gradients = np.empty(len(evaluation.batch.parameters)) if evaluation.gradient else None
+    return Outputs(values, losses, np.zeros(1, np.uint8), lambda _: None, gradients=gradients)
 
 
 def save(name: str, content: dict[str, Any], folder: Path = RESULTS, *, show: bool = True) -> None:
     """Write ``<name>.json`` with ``content``, machine and versions, and print it."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    document = {
-        "benchmark": name,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": machine(),
-        "versions": versions(),
-        **content,
-    }
-    path.write_text(json.dumps(document, indent=2) + "\n")
+    about = {"benchmark": name, "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    about |= {"machine": machine(), "versions": versions()}
+    text = json.dumps({**about, **content}, indent=2) + "\n"
+    (folder / f"{name}.json").write_text(text)
     if show:
-        print(path.read_text())
+        print(text)
 
 
 def machine() -> dict[str, Any]:
@@ -203,14 +188,14 @@ def machine() -> dict[str, Any]:
     text = information.read_text() if information.exists() else ""
     model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found: dict[str, Any] = {
+    gpus = _gpus()
+    return {
         "cpu": model[1] if model else platform.processor() or "unknown",
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
+        **({"gpus": gpus} if gpus else {}),
     }
-    gpus = _gpus()
-    return {**found, "gpus": gpus} if gpus else found
 
 
 def versions() -> dict[str, str]:
@@ -224,9 +209,6 @@ def _gpus() -> list[dict[str, str]]:
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]
-    try:
-        text = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [line.split(", ") for line in text.splitlines() if line.strip()]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    rows = [line.split(", ") for line in done.stdout.splitlines()] if not done.returncode else []
     return [dict(zip(_GPU_FIELDS, row, strict=False)) for row in rows]

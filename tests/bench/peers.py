@@ -7,7 +7,6 @@ into whatever the library evaluates; its job is one evaluation of all programs o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,22 +28,22 @@ class Table(NamedTuple):
     y: NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One evaluation of a batch by a peer."""
+class Job(NamedTuple):
+    """One evaluation of a batch by a peer.
+
+    ``run`` evaluates once and waits for the end; ``values`` returns those of the first rows, too,
+    [programs, rows].
+    """
 
     run: Callable[[], object]
-    """Evaluate once and wait for the end."""
     values: Callable[[int], NDArray[Any]]
-    """Evaluate, and return the values of the first rows, [programs, rows]."""
 
 
 class NumpyPeer:
     """NumPy in float32: the definitions of the operators, one array operation each."""
 
     def __init__(self, table: Table, threads: int) -> None:
-        self._columns = np.ascontiguousarray(table.X.T)
-        self._target = table.y
+        self._columns, self._target = np.ascontiguousarray(table.X.T), table.y
 
     def prepare(self, programs: list[Program]) -> Job:
         @np.errstate(all="ignore")
@@ -72,8 +71,7 @@ class PyoperonPeer:
     def __init__(self, table: Table, threads: int) -> None:
         import pyoperon
 
-        self._pyoperon = pyoperon
-        self._threads = threads
+        self._pyoperon, self._threads = pyoperon, threads
         self._array = np.asfortranarray(table.X, dtype=np.float32)
         self._dataset = pyoperon.Dataset(self._array)
         self._hashes = {v.Name: v.Hash for v in self._dataset.Variables}
@@ -159,9 +157,8 @@ class EvogpPeer:
     def __init__(self, table: Table, threads: int) -> None:
         import torch
 
-        self._torch = torch
-        self._x = torch.from_numpy(np.ascontiguousarray(table.X)).cuda()
-        self._y = torch.from_numpy(table.y[:, None].copy()).cuda()
+        arrays = np.ascontiguousarray(table.X), table.y[:, None].copy()
+        self._torch, (self._x, self._y) = torch, (torch.from_numpy(a).cuda() for a in arrays)
 
     def prepare(self, programs: list[Program]) -> Job:
         from evogp.tree import Forest

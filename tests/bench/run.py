@@ -9,19 +9,13 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FOLDERS = (".", "cpu", "gpu", "search", "service")
-#: They measure nothing.
-OTHERS = ("run", "figures")
 
 
 def programs() -> dict[str, Path]:
-    """Return the benchmarks by name: the files that have a main function."""
-    files = (path for folder in FOLDERS for path in sorted((HERE / folder).glob("*.py")))
-    return {
-        str(path.relative_to(HERE).with_suffix("")): path
-        for path in files
-        if path.stem not in OTHERS and "\ndef main(" in path.read_text()
-    }
+    """Return the benchmarks by name: the files that have a main function, and measure something."""
+    files = (path for path in sorted(HERE.rglob("*.py")) if "\ndef main(" in path.read_text())
+    named = {path.relative_to(HERE).with_suffix("").as_posix(): path for path in files}
+    return {name: path for name, path in named.items() if name not in ("run", "figures")}
 
 
 def main() -> None:

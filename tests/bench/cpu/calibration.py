@@ -32,20 +32,16 @@ INTERVALS = (0.68, 0.95)
 
 def binomial_interval(count: int, share: float) -> list[int]:
     """Return least and greatest numbers of successes that 95% of draws lie between."""
-    chances = [
-        math.comb(count, k) * share**k * (1 - share) ** (count - k) for k in range(count + 1)
-    ]
-    below = np.cumsum(chances)
-    return [int(np.searchsorted(below, 0.025)), int(np.searchsorted(below, 0.975))]
+    rest, ks = 1 - share, range(count + 1)
+    below = np.cumsum([math.comb(count, k) * share**k * rest ** (count - k) for k in ks])
+    return np.searchsorted(below, (0.025, 0.975)).tolist()
 
 
 def false_discoveries(client: warpfit.Client, targets: int, shuffles: int) -> dict[str, Any]:
     """Return how many noise targets have p <= 5%."""
     rng = np.random.default_rng(SEED)
-    model = SymbolicRegressor(
-        population=20, generations=1, max_size=7, simplify=False, random_state=0,
-        operators=("+", "*", "sin", "exp"),
-    )  # fmt: skip
+    sizes = {"population": 20, "generations": 1, "max_size": 7, "simplify": False}
+    model = SymbolicRegressor(**sizes, random_state=0, operators=("+", "*", "sin", "exp"))
     found = []
     for seed in range(targets):
         X, y = rng.normal(size=(ROWS, VARIABLES)), rng.normal(size=ROWS)
@@ -73,9 +69,8 @@ def coverage(client: warpfit.Client, sets: int) -> dict[str, Any]:
     programs = [warpfit.parse(f"p1*exp(p2*x1) - x{i + 2}") for i in range(sets)]
     starts, found = [list(TRUE)] * sets, {}
     for level in INTERVALS:
-        fit = client.optimize(
-            data, programs, starts, evidence=True, intervals=level, accuracy="final"
-        )
+        asked = {"evidence": True, "intervals": level, "accuracy": "final"}
+        fit = client.optimize(data, programs, starts, **asked)
         values = np.array([vector[1] for vector in fit.parameters])
         errors = np.array([vector[1] for vector in fit.evidence.standard_errors])
         half = student_t(level, POINTS - 2) * errors
@@ -91,11 +86,9 @@ def coverage(client: warpfit.Client, sets: int) -> dict[str, Any]:
 def main() -> None:
     options = arguments(__doc__, "calibration", targets=200, shuffles=199, sets=1000)
     with connected() as (_, client):
-        found = {
-            "seed": SEED,
-            "coverage": coverage(client, options.sets),
-            "false_discoveries": false_discoveries(client, options.targets, options.shuffles),
-        }
+        found = {"seed": SEED, "coverage": coverage(client, options.sets)}
+        wrong = false_discoveries(client, options.targets, options.shuffles)
+        found["false_discoveries"] = wrong
     save(options.name, found, options.folder)
 
 

@@ -6,18 +6,16 @@ Both fit the same random trees of the thesis mix (10 to 50 tokens over 10 variab
 one parameter and finite values at the start), from the same starts, on the same float32 data, with
 the same number of iterations and of threads. pyoperon's trees optimise the same numbers: every
 other coefficient of theirs is switched off. Each side uses its own tests of convergence. Final
-losses are computed for both by the float64 reference from the parameters that they return.
-pyoperon's binding fits under Python's lock, so that more threads do not help it; the ratio to go by
-is that of one thread.
-Repetitions are interleaved, medians are reported.
+losses are those of the float64 reference for the parameters that each returns. pyoperon's binding
+fits under Python's lock, so the ratio to go by is that of one thread. Repetitions are interleaved,
+medians are reported.
 """
 
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from harness import arguments, medians_in_turn, outputs_of, save
@@ -43,21 +41,18 @@ EQUAL = 1e-4
 Floats = NDArray[np.float64]
 
 
-@dataclass
-class Problem:
+class Problem(NamedTuple):
     """Trees with starts, and the data that they are fitted to."""
 
     programs: list[Program]
     starts: list[Floats]
-    matrix: NDArray[np.float32]
-    """[rows, variables]."""
-    target: NDArray[np.float32]
+    table: Table
 
     def losses(self, vectors: list[Floats]) -> Floats:
         """Mean squared errors by the float64 reference."""
-        columns = self.matrix.T.astype(np.float64)
+        columns = self.table.X.T.astype(np.float64)
         values = reference.evaluate_programs(self.programs, columns, vectors)
-        return reference_loss(Loss.MSE, values, self.target)
+        return reference_loss(Loss.MSE, values, self.table.y)
 
 
 def problem(rows: int, trees: int) -> Problem:
@@ -67,14 +62,12 @@ def problem(rows: int, trees: int) -> Problem:
     x = matrix.T.astype(np.float64)
     law = 2.0 * x[0] * np.exp(-0.5 * x[1]) + 1.5 * np.sqrt(x[2]) - x[3] / (0.7 + x[4])
     target = (law + rng.normal(0, 0.1, rows)).astype(np.float32)
-    drawn = Problem([], [], matrix, target)
+    drawn = Problem([], [], Table(matrix, target))
     while len(drawn.programs) < trees:
         program = random_program(rng, int(rng.integers(10, 51)), variables=VARIABLES)
         start = rng.uniform(0.5, 2.0, size=program.parameters)
-        if not len(start):
-            continue
         values = reference.evaluate_program(program, x, start)
-        if np.isfinite(values).all() and np.abs(values).max() < 1e6:
+        if len(start) and np.isfinite(values).all() and np.abs(values).max() < 1e6:
             drawn.programs.append(program)
             drawn.starts.append(start)
     return drawn
@@ -84,9 +77,8 @@ class Peer:
     """pyoperon's Levenberg-Marquardt on a problem."""
 
     def __init__(self, given: Problem, iterations: int) -> None:
-        self._fits = OperonFits(Table(given.matrix, given.target), iterations)
-        pairs = zip(given.programs, given.starts, strict=True)
-        made = [self._fits.tree(program, start) for program, start in pairs]
+        self._fits = OperonFits(given.table, iterations)
+        made = map(self._fits.tree, given.programs, given.starts)
         self._trees, self._orders = zip(*made, strict=True)
         if any(sorted(order) != [*range(len(order))] for order in self._orders):
             raise SystemExit("a tree of pyoperon has other parameters")
@@ -96,51 +88,37 @@ class Peer:
         parts = [self._trees[i : i + share] for i in range(0, len(self._trees), share)]
         with ThreadPoolExecutor(threads) as pool:
             fitted = [found for part in pool.map(self._fits.fit, parts) for found in part]
-        vectors = []
-        for coefficients, order in zip(fitted, self._orders, strict=True):
-            vectors.append(np.empty(len(order)))
-            vectors[-1][order] = coefficients
-        return vectors
-
-
-class Ours:
-    """The CPU engine with the service's driver."""
-
-    def __init__(self, given: Problem, threads: int) -> None:
-        self.engine = CpuEngine(threads)
-        self._data = Dataset.of(given.matrix, given.target)
-        self._batch = Batch.of(given.programs, given.starts)
-        self.engine.load(self._data)
-
-    def fit(self, precision: Precision, iterations: int) -> list[Floats]:
-        evaluation = Evaluation(
-            self._data.content_id, self._batch, precision=precision, loss=Loss.MSE, values=False
-        )
-        settings = FitSettings(method=Method.LM, max_iterations=iterations)
-        passes = self.engine.linearise, self.engine.evaluate
-        context = FitContext(*passes, self._data, np.zeros(1, np.uint8))
-        found = run_to_end(optimize(FitRequest(evaluation, settings), context)).parameters
-        edges = self._batch.parameter_starts
-        return [found[a:b] for a, b in itertools.pairwise(edges)]
+        return [each[np.argsort(order)] for each, order in zip(fitted, self._orders, strict=True)]
 
 
 def compare(given: Problem, threads: int, iterations: int) -> dict[str, Any]:
-    peer, ours = Peer(given, iterations), Ours(given, threads)
+    peer, engine = Peer(given, iterations), CpuEngine(threads)
+    data, batch = Dataset.of(*given.table), Batch.of(given.programs, given.starts)
+    engine.load(data)
+
+    def ours(precision: Precision) -> list[Floats]:
+        asked = {"precision": precision, "loss": Loss.MSE, "values": False}
+        settings = FitSettings(method=Method.LM, max_iterations=iterations)
+        request = FitRequest(Evaluation(data.content_id, batch, **asked), settings)
+        context = FitContext(engine.linearise, engine.evaluate, data, np.zeros(1, np.uint8))
+        found = run_to_end(optimize(request, context)).parameters
+        return [found[a:b] for a, b in itertools.pairwise(batch.parameter_starts)]
+
     cases: dict[str, Callable[[], list[Floats]]] = {"pyoperon": lambda: peer.fit(threads)}
-    for precision in Precision:
-        cases[f"warpfit {precision.value}"] = lambda p=precision: ours.fit(p, iterations)
+    cases |= {f"warpfit {precision.value}": partial(ours, precision) for precision in Precision}
     losses = {name: given.losses(run()) for name, run in cases.items()}
-    rates = {
-        name: len(given.programs) / seconds for name, seconds in medians_in_turn(cases).items()
-    }
-    ours.engine.close()
-    return {
+    seconds = medians_in_turn(cases)
+    engine.close()
+    rates = {name: len(given.programs) / each for name, each in seconds.items()}
+    found = {
         "threads": threads,
         "iterations": iterations,
         "fits_per_second": {name: round(rate, 1) for name, rate in rates.items()},
         "times_pyoperon": {n: round(r / rates["pyoperon"], 2) for n, r in rates.items()},
         "final_loss": {name: _judge(found, losses["pyoperon"]) for name, found in losses.items()},
     }
+    print(found, flush=True)
+    return found
 
 
 def _judge(found: Floats, peer: Floats) -> dict[str, float]:
@@ -166,20 +144,18 @@ def costs(rows: int) -> dict[str, Any]:
     engine = CpuEngine(1)
     engine.load(data)
     found: dict[str, Any] = {"rows": rows, "expressions": len(programs)}
+    batch = Batch.of(programs, starts)
     for precision in Precision:
-        evaluation = Evaluation(
-            data.content_id, Batch.of(programs, starts), precision=precision, loss=Loss.SSE
-        )
+        evaluation = Evaluation(data.content_id, batch, precision=precision, loss=Loss.SSE)
         outputs = outputs_of(evaluation)
         linearise = partial(engine.linearise, evaluation, SQUARES, cancelled=outputs.cancelled)
-        cases: dict[str, Callable[[], Any]] = {
+        begins: dict[str, Callable[[], Any]] = {
             "loss": partial(engine.evaluate, evaluation, outputs),
             "loss and gradient": partial(linearise, curvature=False),
             "loss, gradient, normal matrix": partial(linearise, curvature=True),
         }
-        medians = medians_in_turn(
-            {name: lambda begin=begin: run_to_end(begin()) for name, begin in cases.items()}
-        )
+        cases = {name: lambda begin=begin: run_to_end(begin()) for name, begin in begins.items()}
+        medians = medians_in_turn(cases)
         ratios = {name: round(value / medians["loss"], 2) for name, value in medians.items()}
         found[precision.value] = {"loss_ms": round(medians["loss"] * 1e3, 2), "times_loss": ratios}
     engine.close()
@@ -189,10 +165,8 @@ def costs(rows: int) -> dict[str, Any]:
 def main() -> None:
     options = arguments(__doc__, "fit", rows=10_000, trees=200, threads=(1, 2), iterations=(10, 50))
     given = problem(options.rows, options.trees)
-    cases = []
-    for threads, iterations in itertools.product(options.threads, options.iterations):
-        cases.append(compare(given, threads, iterations))
-        print(cases[-1], flush=True)
+    settings = itertools.product(options.threads, options.iterations)
+    cases = [compare(given, threads, iterations) for threads, iterations in settings]
     content = {
         "workload": f"thesis mix with parameters, seed {MIX}, float32",
         "rows": options.rows,

@@ -7,9 +7,8 @@ programs and variables. Others wait all the time, as they do while another tenan
 calls.
 
 What counts is processor time of the engine's thread, so that other work on the machine does not.
-Two more numbers stand beside it: the processor time of all threads meanwhile, because the engine's
-thread waits for those that help it, and the seconds on the wall. Each case has two rounds, of
-which the least counts.
+Beside it stand the processor time of all threads meanwhile, because the engine's thread waits for
+those that help it, and the seconds on the wall. The least of two rounds counts.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from harness import SEED, arguments, save
@@ -51,8 +49,7 @@ LONG_LOSS: Final = "abs(d)" + "".join(f"+tanh(d*{k}.5)*lgamma(f)" for k in range
 LONG_SUM: Final = "abs(d)" + "+abs(d)" * 62
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """A data set: rows, variables, type, share of rows of weight 0 (None: without weights)."""
 
     rows: int = 1_000_000
@@ -74,18 +71,18 @@ def dataset(shape: Shape) -> Dataset:
     return Dataset.of(X.T, 2 * X[0] + 0.1, weights, dtype=shape.dtype)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A request at the limits."""
+class Case(NamedTuple):
+    """A request at the limits: an evaluation, a fit, or a search if it has no batch.
+
+    ``given`` are the options of an evaluation, or a search's; ``fit`` those of a fit, and
+    ``ranges`` the number of requests with different row ranges, one after the other.
+    """
 
     shape: Shape
-    batch: Callable[[], Batch] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    batch: Callable[[], Batch] | None
+    given: dict[str, Any]
     fit: dict[str, Any] | None = None
     ranges: int = 1
-    """Requests with different row ranges, one after the other."""
-    search: dict[str, Any] | None = None
-    """Keywords of a search, instead of a batch."""
 
 
 def repeated(text: str, count: int, vectors: int = 1) -> Callable[[], Batch]:
@@ -124,7 +121,7 @@ def cases(scale: float) -> dict[str, Case]:
     million = Shape(n(1_000_000))
     many = Shape(n(30_000_000), 1)
     wide, small = Shape(1024, n(100_000)), Shape(1000)
-    double, part = replace(million, dtype="float64"), replace(many, weightless=0.5)
+    double, part = million._replace(dtype="float64"), many._replace(weightless=0.5)
     outputs = {
         "losses": loss,
         "values": {},
@@ -143,8 +140,8 @@ def cases(scale: float) -> dict[str, Case]:
     }  # fmt: skip
     found: dict[str, Case] = {}
 
-    def add(name: str, shape: Shape, batch: Callable[[], Batch], *given: Any, **more: Any) -> None:
-        found[name] = Case(shape, batch, *given, **more)
+    def add(name: str, *given: Any) -> None:
+        found[name] = Case(*given)
 
     line, curve = "p1*x1", "p1*exp(p2*x1)+p3"
     for name, options in outputs.items():
@@ -159,10 +156,9 @@ def cases(scale: float) -> dict[str, Case]:
         add(f"{name}: 100,000 programs", small, mixed(n(programs)), options)
         vectors = repeated("p1*x1+p2", n(100), n(10_000))
         add(f"{name}: 100 programs of 10,000 vectors", Shape(50), vectors, options)
-        without = "half of 30,000,000 rows without weight"
-        add(f"{name}: {without}", part, repeated(line, 2), options)
+        add(f"{name}: half of 30,000,000 rows without weight", part, repeated(line, 2), options)
     for name in ("r2", "scaling", "correlation"):
-        add(f"{name}: changing row ranges", many, repeated(line, 1), outputs[name], ranges=4)
+        add(f"{name}: changing row ranges", many, repeated(line, 1), outputs[name], None, 4)
     slopes = outputs["variable gradient"]
     add("variable gradient: 100,000 variables", wide, repeated("x1", n(200)), slopes)
     add("losses: 100,000 variables", wide, repeated("x1", n(2000)), loss)
@@ -182,7 +178,8 @@ def cases(scale: float) -> dict[str, Case]:
         add(f"{name}: 100,000 programs", small, mixed(n(100_000)), loss, fit)
         add(f"{name}: 10,000 starts", small, repeated(curve, 10, n(10_000)), loss, fit)
         add(f"{name}: 500 parameters", small, repeated(five, 4), loss, fit)
-        add(f"{name}: {without}", part, repeated(line, 1), loss, fit)
+        half = f"{name}: half of 30,000,000 rows without weight"
+        add(half, part, repeated(line, 1), loss, fit)
     own = {"custom_loss": LossFunction.parse(LONG_LOSS), "values": False}
     add("fit of an own loss: 1,000,000 rows", million, repeated(line, 20), own, one)
     drawn, ten = {**one, "restarts": n(9_000)}, {**one, "restarts": 10}
@@ -210,7 +207,7 @@ def search_cases(scale: float) -> dict[str, Case]:
     guesses = repeated("p1*exp(p2*x1)+p3*x2", n(20_000))()
     asked: dict[str, tuple[Shape, dict[str, Any]]] = {
         "usual": (small, usual),
-        "float64": (replace(small, dtype="float64"), usual),
+        "float64": (small._replace(dtype="float64"), usual),
         "pairs, 5,000 screening rows": (Shape(5000), {**usual, "screening_rows": 5000}),
         "long formulas": (small, {**usual, "rules": Rules(max_size=200)}),
         "mean absolute error": (small, {**usual, "loss": Loss.MAE}),
@@ -221,40 +218,37 @@ def search_cases(scale: float) -> dict[str, Case]:
         "65,536 islands": (small, {**crowd, "fit_iterations": 1}),
         "1,000,000 screening rows": (Shape(n(1_000_000)), screened),
         "30,000,000 rows": (many, plain),
-        "half of 30,000,000 rows without weight": (replace(many, weightless=0.5), plain),
+        "half of 30,000,000 rows without weight": (many._replace(weightless=0.5), plain),
         "100,000 variables": (wide, few),
         "20,000 guesses": (small, {**plain, "guesses": guesses}),
         "many iterations": (small, {**plain, "fit_iterations": 10_000}),
     }
-    return {f"search: {name}": Case(shape, search=given) for name, (shape, given) in asked.items()}
+    return {f"search: {name}": Case(shape, None, given) for name, (shape, given) in asked.items()}
 
 
 def status(name: str) -> int:
     """Return a size of this process in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) << 10
-    return 0
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(name))
+    return int(line.split()[1]) << 10
 
 
 def requests_of(
     engine: CpuEngine, datasets: LoadedDatasets, case: Case
 ) -> Iterator[tuple[Steps[Any], int, Any]]:
     """Yield the steps of each request of a case, the memory that is admitted, and what it needs."""
-    data = dataset(case.shape)
+    data, settings = dataset(case.shape), None
     runner = RequestRunner(engine, datasets, 1 << 20)
+    if case.batch is None:
+        asked = SearchRequest(data.content_id, **case.given)
+        admitted = check_search(asked, data.layout, LIMITS, MOST_PENDING)
+        nobody: dict[str, Any] = {"cancelled": np.zeros(1, np.uint8), "report": lambda _: None}
+        yield engine.search(asked, datasets, **nobody), admitted, None
+        return
     for number in range(case.ranges):
         rows = None if case.ranges == 1 else (number + 1, data.layout.rows - number)
-        if case.search is not None:
-            asked = SearchRequest(data.content_id, **case.search)
-            admitted = check_search(asked, data.layout, LIMITS, MOST_PENDING)
-            nobody: dict[str, Any] = {"cancelled": np.zeros(1, np.uint8), "report": lambda _: None}
-            yield engine.search(asked, datasets, **nobody), admitted, None
-            continue
-        assert case.batch is not None
-        problem = Evaluation(data.content_id, case.batch(), rows=rows, **case.options)
+        problem = Evaluation(data.content_id, case.batch(), rows=rows, **case.given)
         if case.fit is None:
-            settings = None
             admitted = check_result(problem, data.layout, LIMITS)
             admitted += evaluation_memory(problem, data.layout)
         else:
@@ -312,15 +306,12 @@ def main() -> None:
                 break
         if name in found:
             print(f"{name:60} {found[name]}", flush=True)
-    content = {"scale": options.scale, "threads": THREADS, "load": os.getloadavg()}
-    content |= {"cases": found}
-    worst = max((each["longest_ms"] for each in found.values()), default=0.0)
-    most = max((each["beyond_MiB"] for each in found.values()), default=0)
-    save(
-        options.name,
-        {**content, "longest_ms": worst, "most_beyond_MiB": most},
-        options.folder,
-    )
+    content = {
+        **{"scale": options.scale, "threads": THREADS, "load": os.getloadavg(), "cases": found},
+        "longest_ms": max((each["longest_ms"] for each in found.values()), default=0.0),
+        "most_beyond_MiB": max((each["beyond_MiB"] for each in found.values()), default=0),
+    }
+    save(options.name, content, options.folder)
 
 
 if __name__ == "__main__":

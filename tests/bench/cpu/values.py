@@ -4,9 +4,7 @@
 
 Both evaluate the random mix (300 random expressions of 10 to 50 tokens over 10 variables, operators
 ``+ - * / ^ abs log exp sqrt``) on float32 data, into a preallocated matrix of values. Repetitions
-are interleaved, medians are reported: other load on the machine meets all of them alike. A
-token-row is one token of the postfix program evaluated for one row. Answers are checked against the
-float64 reference before anything is timed.
+are interleaved, medians are reported. Answers are checked against the float64 reference before.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ def engine_job(engine: CpuEngine, data: Dataset, batch: Batch, precision: Precis
 
 def compare(rows: int, threads: int) -> dict[str, Any]:
     programs, parameters = thesis_mix(MIX, variables=VARIABLES)
-    tokens = sum(len(program) for program in programs)
+    tokens = sum(map(len, programs))
     matrix = np.random.default_rng(MIX).uniform(0.1, 5, (rows, VARIABLES)).astype(np.float32)
     data = Dataset.of(matrix, matrix[:, 0])
     batch = Batch.of(programs, parameters)
@@ -86,10 +84,8 @@ def compare(rows: int, threads: int) -> dict[str, Any]:
 
 def main() -> None:
     options = arguments(__doc__, "cpu_vs_pyoperon", threads=(1, 2), rows=(1000, 10_000, 100_000))
-    cases = []
-    for threads, rows in itertools.product(options.threads, options.rows):
-        cases.append(compare(rows, threads))
-        print(rows, threads, cases[-1]["times_pyoperon"], flush=True)
+    settings = itertools.product(options.threads, options.rows)
+    cases = [compare(rows, threads) for threads, rows in settings]
     content = {
         "workload": f"thesis_mix({MIX}), float32, uniform on [0.1, 5)",
         "operators": sorted({BY_CODE[OPERATORS[n].code].name for n in THESIS_OPERATORS}),

@@ -20,12 +20,13 @@ cores and the servers the others: what the server can do where workers are on ot
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -48,31 +49,25 @@ LOSS_SECONDS = 8.0
 LOSS_WORKERS = 16
 
 
-# ------------------------------------------------------------------------------------- measures
-
-
 def sustained(workers: Workers, servers: dict[str, ServerProcess], options: Any) -> list[Any]:
     """Throughput of each number of workers and each shape, the servers in turns."""
     found = []
-    for programs, rows in options.shapes:
-        for count in options.workers:
-            rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
-            for _ in range(ROUNDS):
-                for name, server in servers.items():
-                    sent = ENCODED if options.encoded else None
-                    order = (server.address, programs, rows, options.seconds, sent)
-                    results, busy = watched(workers, server, count, order)
-                    walls = [wall for each in results for wall in each["walls"]] or [0.0]
-                    rounds[name].append(
-                        {**throughput(results, rows), **percentiles(walls), "busy_cores": busy}
-                    )
-            rates = {
-                name: statistics.median(each["token_rows_per_second"] for each in several)
-                for name, several in rounds.items()
-            }
-            shape = {"programs": programs, "rows": rows, "workers": count}
-            found.append({**shape, "servers": rounds, "times_the_first": ratios(rates)})
-            print(shape, found[-1]["times_the_first"], flush=True)
+    for (programs, rows), count in itertools.product(options.shapes, options.workers):
+        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
+        for name, server in [*servers.items()] * ROUNDS:
+            sent = ENCODED if options.encoded else None
+            order = (server.address, programs, rows, options.seconds, sent)
+            results, busy = watched(workers, server, count, order)
+            walls = [wall for each in results for wall in each["walls"]] or [0.0]
+            told = {**throughput(results, rows), **percentiles(walls), "busy_cores": busy}
+            rounds[name].append(told)
+        rates = {
+            name: statistics.median(each["token_rows_per_second"] for each in several)
+            for name, several in rounds.items()
+        }
+        shape = {"programs": programs, "rows": rows, "workers": count}
+        found.append({**shape, "servers": rounds, "times_the_first": ratios(rates)})
+        print(shape, found[-1]["times_the_first"], flush=True)
     return found
 
 
@@ -80,36 +75,30 @@ def watched(
     workers: Workers, server: ServerProcess, count: int, order: tuple[Any, ...]
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Return what workers have found, and how many cores each kind of process kept busy."""
+
+    def cpu_seconds() -> dict[str, float]:
+        """Processor time that has been used, and the clock."""
+        of_machine, found = psutil.cpu_times(), {"clock": time.perf_counter()}
+        found["machine"] = sum(of_machine) - of_machine.idle - getattr(of_machine, "iowait", 0.0)
+        for who, processes in (
+            ("workers", workers.processes()),
+            ("front ends", server.front_ends()),
+            ("engines", server.engines().values()),
+        ):
+            found[who] = sum(sum(process.cpu_times()[:2]) for process in processes)
+        return found
+
     begun: dict[str, float] = {}
-    results = workers.run(count, order, lambda: begun.update(cpu_seconds(server, workers)))
-    ended = cpu_seconds(server, workers)
+    results = workers.run(count, order, lambda: begun.update(cpu_seconds()))
+    ended = cpu_seconds()
     taken = ended.pop("clock") - begun["clock"]
     return results, {who: round((ended[who] - begun[who]) / taken, 2) for who in ended}
 
 
-def seconds_of(processes: Iterable[psutil.Process]) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
-
-
-def cpu_seconds(server: ServerProcess, workers: Workers) -> dict[str, float]:
-    """CPU time that each kind of process and the whole machine have used, and the clock."""
-    of_machine = psutil.cpu_times()
-    return {
-        "workers": seconds_of(workers.processes()),
-        "front ends": seconds_of(server.front_ends()),
-        "engines": seconds_of(server.engines().values()),
-        "machine": sum(of_machine) - of_machine.idle - getattr(of_machine, "iowait", 0.0),
-        "clock": time.perf_counter(),
-    }
-
-
-def ratios(values: dict[str, float], *, of_times: bool = False) -> dict[str, float]:
-    """Return how many times faster each setting is than the first one."""
+def ratios(values: dict[str, float]) -> dict[str, float]:
+    """Return how many times as much as the first setting each one has."""
     first = next(iter(values.values()))
-    return {
-        name: round(first / value if of_times else value / first, 3)
-        for name, value in values.items()
-    }
+    return {name: round(value / first, 3) for name, value in values.items()}
 
 
 def in_turns(
@@ -117,8 +106,7 @@ def in_turns(
 ) -> dict[str, Any]:
     """Time calls with the same batches on all servers; compare the bits of the answers."""
     programs, rows = shape
-    pool = Pool(SEED)
-    walls, compute, cores = ({name: list[float]() for name in servers} for _ in range(3))
+    pool, walls = Pool(SEED), {name: list[float]() for name in servers}
     devices: dict[str, set[str]] = {name: set() for name in servers}
     differing = 0
     with ExitStack() as held:
@@ -132,12 +120,10 @@ def in_turns(
                 run[name](pool.draw(programs))
         for _ in range(CALLS):
             batch, answers = pool.draw(programs), set()
-            for name, server in servers.items():
-                used, before = seconds_of(server.engines().values()), time.perf_counter()
+            for name in servers:
+                before = time.perf_counter()
                 answer = run[name](batch)
                 walls[name].append(time.perf_counter() - before)
-                cores[name].append(seconds_of(server.engines().values()) - used)
-                compute[name].append(answer.timings.compute / 1e9)
                 devices[name].add(answer.timings.device)
                 answers.add(bits(answer))
             differing += len(answers) > 1
@@ -145,31 +131,27 @@ def in_turns(
     found = {
         **{"programs": programs, "rows": rows, "calls": CALLS},
         "milliseconds": {name: round(1e3 * median, 3) for name, median in medians.items()},
-        "times_the_first": ratios(medians, of_times=True),
+        "times_the_first": ratios({name: 1 / median for name, median in medians.items()}),
         "devices": {name: sorted(each) for name, each in devices.items()},
-        "steps_of_all_engines": against_first(compute),
-        "cpu_time_of_all_engines": against_first(cores),
         "calls_whose_answers_differ_in_bits": differing,
     }
     print(found, flush=True)
     return found
 
 
-def against_first(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Median milliseconds of each setting, and of the ratios to the first one, call by call."""
-    first = np.array(next(iter(seconds.values())))
-    ratio = {name: round(statistics.median(np.array(s) / first), 4) for name, s in seconds.items()}
-    medians = {name: round(1e3 * statistics.median(s), 3) for name, s in seconds.items()}
-    return {"milliseconds": medians, "times_the_first": ratio}
-
-
 def bits(answer: Any) -> bytes:
-    """The losses of an evaluation, with its gradients; the parameters and losses of a fit."""
-    if isinstance(answer, Fit):
-        arrays = [*answer.parameters, answer.loss]
-    else:
-        arrays = [answer.losses, *(answer.gradients or [])]
+    """The losses of an evaluation; the parameters and losses of a fit."""
+    arrays = [*answer.parameters, answer.loss] if isinstance(answer, Fit) else [answer.losses]
     return np.concatenate([np.ravel(array) for array in arrays]).tobytes()
+
+
+@contextmanager
+def killed(server: ServerProcess) -> Iterator[None]:
+    """Kill an engine after a third of the time that its loss is watched."""
+    timer = threading.Timer(LOSS_SECONDS / 3, server.kill_engine, [1])
+    timer.start()
+    yield
+    timer.join()
 
 
 def loss_beside_one_client(server: ServerProcess, options: Any) -> dict[str, Any]:
@@ -183,34 +165,29 @@ def loss_beside_one_client(server: ServerProcess, options: Any) -> dict[str, Any
         for kind, (programs, rows) in zip(calls, (options.large, options.searches), strict=True):
             batch = pool.draw(programs)
             with client.upload(*table(rows)) as data:
-                usual = bits(calls[kind](data, batch))
-                timer = threading.Timer(LOSS_SECONDS / 3, server.kill_engine, [1])
-                timer.start()
-                end, walls, differing, failed = time.perf_counter() + LOSS_SECONDS, [], 0, 0
-                while (begun := time.perf_counter()) < end:
-                    try:
-                        differing += bits(calls[kind](data, batch)) != usual
-                    except warpfit.WarpfitError as error:
-                        print(kind, error, flush=True)
-                        failed += 1
-                    walls.append(time.perf_counter() - begun)
-                timer.join()
+                usual, walls, differing, failed = bits(calls[kind](data, batch)), [], 0, 0
+                with killed(server):
+                    end = time.perf_counter() + LOSS_SECONDS
+                    while (begun := time.perf_counter()) < end:
+                        try:
+                            differing += bits(calls[kind](data, batch)) != usual
+                        except warpfit.WarpfitError as error:
+                            print(kind, error, flush=True)
+                            failed += 1
+                        walls.append(time.perf_counter() - begun)
             found[kind] = {
                 **{"calls": len(walls), "failed": failed, "answers_that_differ": differing},
                 "longest_call_seconds": round(max(walls), 4),
             }
         with client.upload(*table(1_000)) as data:
             client.search(data, seconds=0.5)  # which loads the code of searches
-            timer = threading.Timer(LOSS_SECONDS / 3, server.kill_engine, [1])
-            timer.start()
-            begun = time.perf_counter()
-            result = client.search(data, seconds=LOSS_SECONDS)
-            timer.join()
+            with killed(server):
+                begun = time.perf_counter()
+                result = client.search(data, seconds=LOSS_SECONDS)
+                taken = round(time.perf_counter() - begun, 3)
         found["search"] = {
-            "reason": str(result.reason),
-            "wall_seconds": round(time.perf_counter() - begun, 3),
-            "interruptions": result.interruptions,
-            "formulas": result.tried,
+            **{"reason": str(result.reason), "wall_seconds": taken},
+            **{"interruptions": result.interruptions, "formulas": result.tried},
             "sizes of the front": len(result),
         }
     return found
@@ -219,38 +196,36 @@ def loss_beside_one_client(server: ServerProcess, options: Any) -> dict[str, Any
 def loss_of_an_engine(workers: Workers, server: ServerProcess, options: Any) -> dict[str, Any]:
     """Kill an engine under load: failures, wrong answers, and for how long nobody had an answer."""
     programs, rows = options.shapes[0]
-    killed: list[float] = []
+    killed_at: list[float] = []
     others = {number: one.pid for number, one in server.engines().items() if number != 1}
 
     def kill() -> None:
-        time.sleep(LOSS_SECONDS / 3)
         server.kill_engine(1)
-        killed.append(time.time())
+        killed_at.append(time.time())
 
     order = (server.address, programs, rows, LOSS_SECONDS, 0)
     count = min(LOSS_WORKERS, max(options.workers))
-    results = workers.run(count, order, lambda: threading.Thread(target=kill).start())
-    moments = np.array(sorted(moment for each in results for moment in each["ended"]))
-    losses = {one for each in results for one in each["losses"]}
-    calls = [pair for r in results for pair in zip(r["ended"], r["walls"], strict=True)]
-    after = [wall for moment, wall in calls if moment > killed[0]]
+    results = workers.run(count, order, threading.Timer(LOSS_SECONDS / 3, kill).start)
+    calls = np.array([pair for r in results for pair in zip(r["ended"], r["walls"], strict=True)])
+    calls = calls[np.argsort(calls[:, 0])]
+    moments, since = calls[:, 0], calls[:, 0] - killed_at[0]
     return {
         "workers": count,
-        "calls": len(moments),
+        "calls": len(calls),
         "failed": sum(each["failed"] for each in results),
-        "answers_that_differ": len(losses) - 1,
+        "answers_that_differ": len(set[bytes]().union(*(r["losses"] for r in results))) - 1,
         "longest_gap_seconds": round(float(np.diff(moments).max()), 4),
-        "longest_call_seconds": round(max(after), 4),
-        "calls_per_second_before": round(int((moments < killed[0]).sum()) / (LOSS_SECONDS / 3), 1),
-        "calls_in_the_second_after": int(sum(0 <= at - killed[0] < 1 for at in moments)),
+        "longest_call_seconds": round(float(calls[since > 0, 1].max()), 4),
+        "calls_per_second_before": round(int((since < 0).sum()) / (LOSS_SECONDS / 3), 1),
+        "calls_in_the_second_after": int(((since >= 0) & (since < 1)).sum()),
         "others_lived": all(server.engine(number).pid == pid for number, pid in others.items()),
     }
 
 
 #: Parts of the result by name, in the order in which they are measured.
 PARTS: dict[str, Callable[..., Any]] = {
-    "one client": lambda _, servers, options: in_turns(
-        servers, options.large, loss="mse", precision="fast"
+    "one client": lambda _, servers, given: in_turns(
+        servers, given.large, loss="mse", precision="fast"
     ),
     "fits": lambda _, servers, options: in_turns(servers, options.searches, max_iterations=20),
     "sustained": sustained,
@@ -270,17 +245,15 @@ def started(devices: str, options: Any) -> ServerProcess:
     if options.threads:
         count = int(devices.partition(":")[2] or 1) if devices.startswith("cpu") else 1
         flags += ["--threads", str(options.threads * count)]
-    begun = time.perf_counter()
-    server = ServerProcess(*flags, devices=devices)
-    print(server.banner.strip(), f"after {time.perf_counter() - begun:.1f} s", flush=True)
-    return server
+    return ServerProcess(*flags, devices=devices)
 
 
 def main() -> None:
-    kinds: dict[str, Any] = {"devices": ("0", "all"), "workers": (16, 64, 128)}
-    sizes: dict[str, Any] = {"seconds": 2.0, "scale": 1.0, "threads": int, "programs": int}
-    crowd: dict[str, Any] = {"encoded": False, "worker_cores": 0}
-    options = arguments(__doc__, "devices", parts=tuple(PARTS), **kinds, **sizes, **crowd)
+    flags: dict[str, Any] = {
+        **{"parts": tuple(PARTS), "devices": ("0", "all"), "workers": (16, 64, 128)},
+        **{"seconds": 2.0, "scale": 1.0, "threads": int, "programs": int},
+    }
+    options = arguments(__doc__, "devices", encoded=False, worker_cores=0, **flags)
 
     def scaled(shape: tuple[int, int]) -> tuple[int, int]:
         return shape[0], max(1_000, int(options.scale * shape[1]))
@@ -294,9 +267,7 @@ def main() -> None:
     split = len(cores) - options.worker_cores
     with ExitStack() as held:  # processes begin on the cores of this one
         os.sched_setaffinity(0, cores[:split])
-        servers = {
-            devices: held.enter_context(started(devices, options)) for devices in options.devices
-        }
+        servers = {d: held.enter_context(started(d, options)) for d in options.devices}
         os.sched_setaffinity(0, cores[split:] or cores)
         workers = held.enter_context(Workers(max(options.workers)))
         for part in options.parts:

@@ -74,10 +74,15 @@ def interpret(driver: Any, stream: int, kernels: Any, batch: Any, rows: Any, job
     return launch_interpreter(driver, stream, kernels[0], batch, rows, jobs)
 
 
-def launch_lowered(lowered: BatchLaunch, *work: Any) -> None:
+@numba.njit
+def lower(driver: Any, stream: int, kernels: Any, batch: Any) -> int:
+    return launches.launch_lowering(driver, stream, kernels[0], batch)
+
+
+def launch(kernel: Callable[..., int], lowered: BatchLaunch, *work: Any) -> None:
     context = lowered.context
     given = context.functions, context.handle, lowered.kernels.record, lowered.record
-    context.check_executed(interpret(*given, *work))
+    context.check_executed(kernel(*given, *work))
 
 
 def interpreter(device: CudaDevice, repeats: int) -> dict[str, Any]:
@@ -88,15 +93,13 @@ def interpreter(device: CudaDevice, repeats: int) -> dict[str, Any]:
         variant, jobs = tier.variant(resident, asked, count), len(asked.batch)
         with device.stream() as context:
             tiles = cut_tiles(resident, (0, count), asked.loss, variant)
-            given = context, tier.prepare(variant), asked.batch, 10, jobs
-            lowered = BatchLaunch.begin(*given)
+            lowered = BatchLaunch.begin(context, tier.prepare(variant), asked.batch, 10, jobs)
             partials = context.buffer("partials", jobs * int(tiles["count"][0]) * 8)
-            kernel = partial(launch_lowered, lowered, tiles, as_jobs((0, jobs), 0, partials))
+            kernel = partial(launch, interpret, lowered, tiles, as_jobs((0, jobs), 0, partials))
             seconds = device_time(context, kernel, repeats)
         rate = len(asked.batch.codes) * count / seconds
         figures = {"interpret_us": round(seconds * 1e6, 2), "tokens_per_second": rate}
         rows.append({"mode": mode, "rows": count, "rows_a_thread": variant.rows, **figures})
-        print(rows[-1], flush=True)
     return {"results": rows}
 
 
@@ -111,7 +114,6 @@ def derivatives(device: CudaDevice, repeats: int) -> dict[str, Any]:
         rate = len(asked.batch.codes) * count / seconds
         figures = {"gradient_us": round(seconds * 1e6, 1), "tokens_per_second": rate}
         rows.append({"mode": mode, "rows": count, **figures})
-        print(rows[-1], flush=True)
     return {"results": rows}
 
 
@@ -127,11 +129,9 @@ def compiled(device: CudaDevice, repeats: int) -> dict[str, Any]:
             turn = replace(asked, batch=replace(asked.batch, parameters=moved))
             times.append(run_to_end(tier.evaluate(resident, turn, outputs_of(turn))).compute)
         seconds = float(np.median(times[2:])) / 1e9
-        figures = {"mix": "thesis mix", "mode": mode, "rows": count}
         rate = len(asked.batch.codes) * count / seconds
-        figures |= {"microseconds": round(seconds * 1e6, 1), "token_rows_per_second": rate}
-        rows.append(figures)
-        print(rows[-1], flush=True)
+        figures = {"microseconds": round(seconds * 1e6, 1), "token_rows_per_second": rate}
+        rows.append({"mix": "thesis mix", "mode": mode, "rows": count, **figures})
     seconds_to_compile = {mode: compile_seconds(device, kernels, planner, mode) for mode in MODES}
     return {
         "compiler_threads": kernels.compile_queue.processes,
@@ -153,17 +153,6 @@ def compile_seconds(
     return float(np.median(times[1:]))  # the first one builds the library
 
 
-@numba.njit
-def lower(driver: Any, stream: int, kernels: Any, batch: Any) -> int:
-    return launches.launch_lowering(driver, stream, kernels[0], batch)
-
-
-def launch_lowering(lowered: BatchLaunch) -> None:
-    context = lowered.context
-    given = context.functions, context.handle, lowered.kernels.record, lowered.record
-    context.check_executed(lower(*given))
-
-
 def lowering(device: CudaDevice, repeats: int) -> dict[str, Any]:
     programs, parameters = thesis_mix(1, DRAWN)
     tier, rows = InterpreterTier(device), []
@@ -173,19 +162,13 @@ def lowering(device: CudaDevice, repeats: int) -> dict[str, Any]:
         batch = Batch.of((programs * times)[:count], (parameters * times)[:count])
         with device.stream() as context:
             lowered = BatchLaunch.begin(context, kernels, batch, 10, count)
-            seconds = device_time(context, partial(launch_lowering, lowered), repeats)
+            seconds = device_time(context, partial(launch, lower, lowered), repeats)
         figures = {"tokens": len(batch.codes), "lower_us": round(1e6 * seconds, 1)}
         rows.append({"programs": count, **figures})
-        print(rows[-1], flush=True)
     return {"results": rows}
 
 
-PARTS = {
-    "interpreter": interpreter,
-    "derivatives": derivatives,
-    "compiled": compiled,
-    "lowering": lowering,
-}
+PARTS = {each.__name__: each for each in (interpreter, derivatives, compiled, lowering)}
 
 
 def main() -> None:

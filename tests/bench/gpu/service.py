@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Iterable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -27,7 +28,6 @@ from support.load.worker_processes import Pool, Workers, table, throughput
 from support.random_programs import thesis_mix
 from warpfit.expressions import reference
 from warpfit.ir import Program
-from warpfit.request import Timings
 
 ROWS = 100_000
 PROGRAMS = 300
@@ -36,44 +36,42 @@ WORKERS = (16, 64)
 EVOGP = ((300, ROWS), (5_000, 1_000), (5_000, 10_000), (50_000, 1_000), (300, 1_000_000))
 
 
+def timed(
+    client: warpfit.Client, data: Any, batches: Iterable[Any], skipped: int, **options: Any
+) -> dict[str, Any]:
+    """Time a call for each batch, the first ones left out; and the server's stages, in us."""
+    walls, timings = [], []
+    for batch in batches:
+        started = time.perf_counter()
+        answer = client.run(data, *batch, loss="mse", precision="fast", **options)
+        walls.append(time.perf_counter() - started)
+        timings.append(answer.timings)
+    found = percentiles(walls[skipped:])
+    for stage in ("decode", "queue", "copy_in", "compute", "copy_out"):
+        median = statistics.median(getattr(each, stage) for each in timings[skipped:])
+        found[f"{stage}_us"] = round(median / 1e3, 1)
+    return found
+
+
 def fresh(
     client: warpfit.Client, data: Any, pool: Pool, calls: int, count: int = PROGRAMS, **options: Any
 ) -> dict[str, Any]:
     """Every call has a batch that the server has not seen."""
-    walls, timings = [], []
-    for _ in range(calls):
-        # Large batches are flat arrays from the beginning, as a vectorised search has them.
-        given = (pool.draw(count),) if count > PROGRAMS else pool.draw_lists(count)
-        started = time.perf_counter()
-        answer = client.run(data, *given, loss="mse", precision="fast", **options)
-        walls.append(time.perf_counter() - started)
-        timings.append(answer.timings)
-    skipped = max(1, calls // 15)
-    return {"calls": calls, **percentiles(walls[skipped:]), **server_side(timings[skipped:])}
+    # Large batches are flat arrays from the beginning, as a vectorised search has them.
+    draw = pool.draw_lists if count <= PROGRAMS else lambda count: (pool.draw(count),)
+    batches = (draw(count) for _ in range(calls))
+    return {"calls": calls, **timed(client, data, batches, max(1, calls // 15), **options)}
 
 
-def repeated(client: warpfit.Client, data: Any, tier: str, calls: int = 500) -> dict[str, Any]:
-    """Every call has the same expressions and new parameters."""
+def repeated(client: warpfit.Client, data: Any, tier: str, calls: int) -> dict[str, Any]:
+    """Every call has the same expressions and new parameters; the first one compiles."""
     programs, parameters = thesis_mix(SEED)
     rng = np.random.default_rng(SEED)
-    walls, timings = [], []
-    for turn in range(calls + 1):
-        moved = [vector * rng.uniform(0.9, 1.1, size=vector.shape) for vector in parameters]
-        started = time.perf_counter()
-        answer = client.run(data, programs, moved, loss="mse", precision="fast", tier=tier)
-        if turn:  # the first call compiles
-            walls.append(time.perf_counter() - started)
-            timings.append(answer.timings)
-    skipped = max(1, calls // 15)
-    return {**percentiles(walls[skipped:]), **server_side(timings[skipped:])}
-
-
-def server_side(timings: list[Timings]) -> dict[str, float]:
-    """Median microseconds of each stage as the server reports them."""
-    return {
-        f"{stage}_us": round(statistics.median(getattr(each, stage) for each in timings) / 1e3, 1)
-        for stage in ("decode", "queue", "copy_in", "compute", "copy_out")
-    }
+    batches = (
+        (programs, [vector * rng.uniform(0.9, 1.1, size=vector.shape) for vector in parameters])
+        for _ in range(calls + 1)
+    )
+    return timed(client, data, batches, max(1, calls // 15) + 1, tier=tier)
 
 
 def sustained(workers: Workers, address: str, count: int, seconds: float) -> dict[str, Any]:
@@ -85,8 +83,7 @@ def sustained(workers: Workers, address: str, count: int, seconds: float) -> dic
 
 def one_client(client: warpfit.Client, scale: float) -> dict[str, Any]:
     """Latencies of one client, each with batches that never come again but where it says so."""
-    pool = Pool(SEED)
-    content: dict[str, Any] = {}
+    pool, content = Pool(SEED), dict[str, Any]()
 
     def calls(number: int) -> int:
         return max(3, int(number * scale))
@@ -99,9 +96,8 @@ def one_client(client: warpfit.Client, scale: float) -> dict[str, Any]:
         if rows == 1_000:
             content["fresh 50000 x 1000"] = fresh(client, data, pool, calls(10), 50_000)
         if rows == ROWS:
-            content["fresh 300 x 100000, gradient"] = fresh(
-                client, data, pool, calls(100), gradient=True
-            )
+            slopes = fresh(client, data, pool, calls(100), gradient=True)
+            content["fresh 300 x 100000, gradient"] = slopes
             for tier in ("compiled", "interpreter", "auto"):
                 turns = calls(2000 if tier == "auto" else 300)
                 content[f"repeated {tier}"] = repeated(client, data, tier, turns)
@@ -115,13 +111,10 @@ def evogp(calls: int) -> dict[str, Any]:
     for count, rows in EVOGP:
         given = Table(*table(rows))
         programs = list(map(Program.bind, *pool.draw_lists(count)))
-        tokens = sum(map(len, programs))
-        peer = EvogpPeer(given, 1)
-        job = peer.prepare(programs)
-        few = programs[:PROGRAMS]
+        tokens, peer, few = sum(map(len, programs)), EvogpPeer(given, 1), programs[:PROGRAMS]
         expected = reference.evaluate_programs(few, given.X[:1_000].T)
         values = peer.prepare(few).values(1_000)
-        walls = seconds_of(job.run, calls, warm_up=2)
+        walls = seconds_of(peer.prepare(programs).run, calls, warm_up=2)
         content[f"{count} x {rows}"] = {
             "values_within_1_percent": agreement(values, expected),
             "token_rows_per_second": tokens * rows / statistics.median(walls),

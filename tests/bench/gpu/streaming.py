@@ -7,11 +7,9 @@ the random mix, fast mode:
 
 * ``seconds``: one evaluation of the losses, the least of some.
 * ``copy_seconds``: the copies of all windows alone, without kernels.
-* ``kernel_seconds``: the kernels alone: the device time on as many rows as a window has, resident,
-  the least of some, times the windows.
-* ``streamed_kernel_seconds``: the device time of the kernels while rows are copied.
-* ``of_bound``: the longer of ``kernel_seconds`` and ``copy_seconds``, divided by ``seconds``; 1 if
-  nothing is lost.
+* ``kernel_seconds``: the device time of the kernels on as many rows as a window has, resident, the
+  least of some, times the windows; ``streamed_kernel_seconds``: while rows are copied.
+* ``of_bound``: the longer of copies and kernels alone over ``seconds``; 1 if nothing is lost.
 """
 
 from __future__ import annotations
@@ -51,21 +49,18 @@ def main() -> None:
     engine = CudaEngine(memory_limit=MEMORY)
     started = time.perf_counter()
     engine.load(whole)
-    content: dict[str, Any] = {"bytes": whole.layout.nbytes, "rows": whole.layout.rows}
-    content["load_seconds"] = time.perf_counter() - started
-    streamed = engine._resident(whole.content_id)
+    loaded, streamed = time.perf_counter() - started, engine._resident(whole.content_id)
     assert isinstance(streamed, StreamedDataset), "the data set fits on the device"
-    content["window_rows"] = streamed.window_rows
-    content["copy_seconds"] = copy_seconds(engine, streamed)
-    window = repeated(streamed.window_rows)
+    copies, window = copy_seconds(engine, streamed), repeated(streamed.window_rows)
     engine.load(window)
-    content["results"] = []
+    content: dict[str, Any] = {
+        **{"bytes": whole.layout.nbytes, "rows": whole.layout.rows, "load_seconds": loaded},
+        **{"window_rows": streamed.window_rows, "copy_seconds": copies, "results": []},
+    }
     for kind, count in product(options.kinds, options.programs):
         row = measure(engine, whole, window, kind, count)
-        bound = max(row["kernel_seconds"], content["copy_seconds"])
-        row["of_bound"] = bound / row["seconds"]
+        row["of_bound"] = max(row["kernel_seconds"], copies) / row["seconds"]
         content["results"].append(row)
-        print(row, flush=True)
     save(options.name, content, options.folder)
 
 
@@ -95,12 +90,10 @@ def measure(
     engine: CudaEngine, whole: Dataset, window: Dataset, kind: str, programs: int
 ) -> dict[str, Any]:
     batch = Batch.of(*thesis_mix(1, programs))
+    asked = {"loss": Loss.MSE, "values": False, "precision": Precision.FAST, **KINDS[kind]}
 
     def run(dataset: Dataset) -> tuple[float, float]:
-        evaluation = Evaluation(
-            dataset.content_id, batch, loss=Loss.MSE, values=False, precision=Precision.FAST,
-            **KINDS[kind],
-        )  # fmt: skip
+        evaluation = Evaluation(dataset.content_id, batch, **asked)
         started = time.perf_counter()
         timings = run_to_end(engine.evaluate(evaluation, outputs_of(evaluation)))
         return time.perf_counter() - started, timings.compute / 1e9

@@ -75,11 +75,8 @@ def r2(predicted: Floats, values: Floats) -> float:
 
 def best_r2(found: SearchResult, X: Floats, values: Floats) -> float:
     with np.errstate(all="ignore"):
-        scores = [
-            r2(np.broadcast_to(evaluate_program(found.formula(i), X.T), len(X)), values)
-            for i in range(len(found))
-        ]
-    return max(scores)
+        predicted = [evaluate_program(found.formula(i), X.T) for i in range(len(found))]
+    return max(r2(np.broadcast_to(each, len(X)), values) for each in predicted)
 
 
 def search(
@@ -92,11 +89,10 @@ def search(
     def progress(found: SearchResult) -> None:
         course.append((found.seconds, best_r2(found, *new)))
 
+    given = {"seconds": seconds, "max_size": MAX_SIZE, "seed": seed}
     with client.upload(X[:ROWS], y[:ROWS], dtype="float64") as table:
         started = time.perf_counter()
-        found = client.search(
-            table, seconds=seconds, max_size=MAX_SIZE, seed=seed, progress=progress
-        )
+        found = client.search(table, progress=progress, **given)
         wall = time.perf_counter() - started
     score = best_r2(found, *new)
     when = [second for second, reached in [*course, (found.seconds, score)] if reached > FOUND]
@@ -111,8 +107,8 @@ def search(
 
 def peer(law: Callable[[Floats], Floats], seconds: float, seed: int) -> dict[str, Any]:
     X, values, y = data(law, 7 + seed)
-    cores = len(os.sched_getaffinity(0))
-    model = operon_search(OPERONS, seconds, seed, cores, MAX_SIZE).fit(X[:ROWS], y[:ROWS])
+    given = (seconds, seed, len(os.sched_getaffinity(0)), MAX_SIZE)
+    model = operon_search(OPERONS, *given).fit(X[:ROWS], y[:ROWS])
     return {"r2": r2(np.asarray(model.predict(X[ROWS:])), values[ROWS:])}
 
 
@@ -133,23 +129,19 @@ def main() -> None:
                     row["pyoperon"] = peer(law, given.seconds, seed)
                 rows.append(row)
                 print(name, seed, found["r2"], flush=True)
-    found_after = [row["warpfit"]["found_after"] for row in rows]
+    when = [row["warpfit"]["found_after"] for row in rows]
+    rates = [row["warpfit"]["formulas_per_second"] for row in rows]
     content: dict[str, Any] = {
         "seconds": given.seconds, "max_size": MAX_SIZE, "rows": ROWS, "noise": NOISE,
-        "searches": len(rows), "found": sum(when is not None for when in found_after),
-        "median_seconds_until_found": statistics.median(
-            1e9 if when is None else when for when in found_after
-        ),
-        "formulas_per_second": statistics.median(
-            row["warpfit"]["formulas_per_second"] for row in rows
-        ),
-        "laws": rows,
+        "searches": len(rows), "found": len(when) - when.count(None),
+        "median_seconds_until_found": statistics.median(1e9 if t is None else t for t in when),
+        "formulas_per_second": statistics.median(rates), "laws": rows,
     }  # fmt: skip
     if given.peer:
         content["found_by_pyoperon"] = sum(row["pyoperon"]["r2"] > FOUND for row in rows)
     device = "cpu" if given.devices.startswith("cpu") else "gpu"
-    usual = f"search_laws_{device}{'_own' if given.own else ''}"
-    save(given.name or usual, content, given.folder)
+    name = given.name or f"search_laws_{device}{'_own' if given.own else ''}"
+    save(name, content, given.folder)
 
 
 if __name__ == "__main__":

@@ -10,44 +10,33 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
+from functools import partial
 from typing import Any
 
 import numpy as np
 from harness import SEED, ServerProcess, arguments, save
-from numpy.typing import NDArray
 
 from warpfit.sklearn import SymbolicRegressor
 
-Floats = NDArray[np.float64]
 KINDS = tuple(itertools.product(("normal", "lognormal", "t2"), (100, 1000)))
 COLUMNS = 5
 
 
-def target(number: int) -> tuple[str, Floats, Floats]:
-    """Return the kind of a target, the rows, and the target."""
+def searched(address: str, number: int, seconds: float) -> dict[str, Any]:
     kind, rows = KINDS[number % len(KINDS)]
     rng = np.random.default_rng([SEED, number])
     X = rng.normal(size=(rows, COLUMNS))
-    draws = {
-        "normal": lambda: rng.normal(size=rows),
-        "lognormal": lambda: rng.lognormal(size=rows),
-        "t2": lambda: rng.standard_t(2, size=rows),
-    }
-    return f"{kind}, {rows} rows", X, draws[kind]()
-
-
-def searched(address: str, number: int, seconds: float) -> dict[str, Any]:
-    kind, X, y = target(number)
-    model = SymbolicRegressor(
-        address=address, generations=10**6, max_seconds=seconds, random_state=number
-    )
+    draws = {"normal": rng.normal, "lognormal": rng.lognormal, "t2": partial(rng.standard_t, 2)}
+    y = draws[kind](size=rows)
+    given = {"address": address, "generations": 10**6, "max_seconds": seconds}
+    model = SymbolicRegressor(**given, random_state=number)
     begun = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.fit(X, y)
     return {
         "target": number,
-        "kind": kind,
+        "kind": f"{kind}, {rows} rows",
         "seconds": round(time.perf_counter() - begun, 2),
         "is_wrong": model.program_.variables > 0,
         "expression": model.expression_,

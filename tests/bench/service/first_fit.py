@@ -24,7 +24,6 @@ README = Path(__file__).resolve().parents[3] / "README.md"
 def main() -> None:
     options = arguments(__doc__, "first_fit", rounds=5)
     block = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert block is not None, "the first program"
     seconds: dict[str, list[float]] = {"empty cache": [], "filled cache": []}
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory() as cache:

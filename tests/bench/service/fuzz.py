@@ -41,10 +41,8 @@ _CONTEXT = multiprocessing.get_context("spawn")
 
 def work(address: str, seed: int, count: int, done: Any, out: Any) -> None:
     """Process: send ``count`` requests from several threads."""
-    seen: Counter[tuple[str, str, str]] = Counter()
-    opened: Counter[str] = Counter()
+    seen, opened, lock = Counter[tuple[str, str, str]](), Counter[str](), threading.Lock()
     wrong: list[str] = []
-    lock = threading.Lock()
 
     def send(own_seed: int) -> None:
         sent, counts = 0, Counter[str]()
@@ -70,7 +68,7 @@ def work(address: str, seed: int, count: int, done: Any, out: Any) -> None:
 
 def watch(family: dict[str, psutil.Process]) -> dict[str, Any]:
     """Memory of the processes' own, shared memory, and open descriptors."""
-    sample: dict[str, Any] = {}
+    sample = {}
     for name, process in family.items():
         private = shared = descriptors = 0
         with suppress(psutil.NoSuchProcess):  # it crashed, which the result says
@@ -86,11 +84,11 @@ def run(requests: int, seed: int) -> dict[str, Any]:
     flags = ("--threads", "2", "--front-ends", "1", "--tenants-file", limits, *FLAGS)
     with ServerProcess(*flags, PYTHONFAULTHANDLER="1") as server:
         family = {"main": psutil.Process(server.process.pid), "engine": server.engine()}
-        done, out = _CONTEXT.Value("q", 0), _CONTEXT.Queue()
-        given = [(server.address, seed + n, requests // PROCESSES) for n in range(PROCESSES)]
-        workers = [_CONTEXT.Process(target=work, args=(*each, done, out)) for each in given]
-        for worker in workers:
-            worker.start()
+        done, out, workers = _CONTEXT.Value("q", 0), _CONTEXT.Queue(), []
+        for number in range(PROCESSES):
+            given = (server.address, seed + number, requests // PROCESSES, done, out)
+            workers.append(_CONTEXT.Process(target=work, args=given))
+            workers[-1].start()
         samples = [{"requests": 0, **watch(family)}]
         while any(worker.is_alive() for worker in workers) and out.qsize() < PROCESSES:
             if done.value - samples[-1]["requests"] >= requests / 20:
@@ -112,29 +110,27 @@ def run(requests: int, seed: int) -> dict[str, Any]:
 def summary(
     results: list[Any], samples: list[dict[str, Any]], remaining: Amounts
 ) -> dict[str, Any]:
-    seen = sum((Counter(counted) for counted, _, _ in results), Counter[tuple[str, ...]]())
     opened = sum((Counter(counted) for _, _, counted in results), Counter[str]())
-    open_ends = Counter[str]()
-    by = [Counter[str](), Counter[str](), Counter[str]()]  # method, status, status with reason
-    for (method, status, reason), count in seen.items():
-        if method == OpenCall.NAME:
-            open_ends[f"{status} {reason}".strip()] += count
-        for counter, name in zip(by, (method, status, f"{status} {reason}".strip()), strict=True):
+    methods, statuses, reasons, open_ends = (Counter[str]() for _ in range(4))
+    for (method, status, reason), count in (each for seen, *_ in results for each in seen.items()):
+        told = f"{status} {reason}".strip()
+        for counter, name in ((methods, method), (statuses, status), (reasons, told)):
             counter[name] += count
+        open_ends[told] += count if method == OpenCall.NAME else 0
     warm, last = samples[len(samples) // 2], samples[-1]
     return {
         "requests": samples[-1]["requests"],
-        "by_method": dict(by[0]),
-        "by_status": dict(by[1].most_common()),
-        "by_reason": dict(by[2].most_common()),
+        "by_method": dict(methods),
+        "by_status": dict(statuses.most_common()),
+        "by_reason": dict(reasons.most_common()),
         "open_calls": {
             **{name: opened[name] for name in ("calls", "requests", "answers", "answers_compared")},
             "by_last_move": {name: opened[name] for name in LAST_MOVES},
-            "by_reason": dict(open_ends.most_common()),
+            "by_reason": dict((+open_ends).most_common()),
         },
         "in_flight_at_the_end": remaining._asdict(),
         "not_allowed": [each for _, found, _ in results for each in found],
-        "internal": by[1]["INTERNAL"] + by[1]["UNKNOWN"],
+        "internal": statuses["INTERNAL"] + statuses["UNKNOWN"],
         "growth_after_half": {
             name: {key: round(last[name][key] - warm[name][key], 1) for key in last[name]}
             for name in ("main", "engine")
@@ -143,21 +139,16 @@ def summary(
     }
 
 
-def is_good(result: dict[str, Any]) -> bool:
-    grown = result["growth_after_half"].values()
-    flat = max(x["private_mib"] for x in grown) * 2**20 < GROWTH_BYTES
-    flat &= max(x["descriptors"] for x in grown) < GROWTH_DESCRIPTORS
-    remains = any(result["in_flight_at_the_end"].values())
-    wrong = result["not_allowed"] or result["crashes"] or result["internal"]
-    return flat and not (remains or wrong)
-
-
 def main() -> int:
     options = arguments(__doc__, "fuzz", requests=1_000_000, seed=SEED)
     precompile()
     result = run(options.requests, options.seed)
     save(options.name, result, options.folder)
-    return 0 if is_good(result) else 1
+    grown = result["growth_after_half"].values()
+    bad = [each["private_mib"] * 2**20 >= GROWTH_BYTES for each in grown]
+    bad += [each["descriptors"] >= GROWTH_DESCRIPTORS for each in grown]
+    bad += [result["not_allowed"], result["crashes"], result["internal"]]
+    return int(any([*bad, *result["in_flight_at_the_end"].values()]))
 
 
 if __name__ == "__main__":

@@ -25,40 +25,35 @@ NAMES = ("a", "b", "c")
 RESTARTS = 8
 
 
-def measured(
-    client: warpfit.Client, rows: int, *, count: int = 300, rounds: int = 3
-) -> dict[str, Any]:
+def measured(client: warpfit.Client, rows: int, options: Any) -> dict[str, Any]:
     """Measure a number of skeletons on so many rows."""
-    skeletons = runpy.run_path(str(EXAMPLE))["Grammar"](NAMES, SEED).propose(count, [])
+    skeletons = runpy.run_path(str(EXAMPLE))["Grammar"](NAMES, SEED).propose(options.skeletons, [])
     rng = np.random.default_rng(SEED)
     X = rng.uniform(0.5, 3.0, (rows, len(NAMES)))
     y = 2.5 * np.exp(-0.4 * X[:, 0]) * np.cos(1.3 * X[:, 1]) + 0.7 * X[:, 2]
     data = client.upload(X, y + rng.normal(0.0, 0.02, rows), names=NAMES, dtype="float64")
     client.propose(data, skeletons[:20], restarts=RESTARTS)  # warms up
     walls, own = [], []
-    for seed in range(rounds):
+    for seed in range(options.rounds):
         begun, used = time.perf_counter(), time.process_time()
         answers = client.propose(data, skeletons, restarts=RESTARTS, seed=seed, timeout=3600.0)
         walls.append(time.perf_counter() - begun)
         own.append(time.process_time() - used)
-    fitted = [each for each in answers if each.error is None]
-    found = {
-        "skeletons_per_second": round(count / statistics.median(walls), 1),
+    losses = [each.loss for each in answers if each.error is None]
+    return {
+        "skeletons_per_second": round(len(skeletons) / statistics.median(walls), 1),
         "seconds": [round(wall, 3) for wall in walls],
-        "client_cpu_ms_per_skeleton": round(1e3 * statistics.median(own) / count, 3),
-        "answered_with_a_fit": len(fitted),
-        "finite": sum(bool(np.isfinite(each.loss)) for each in fitted),
+        "client_cpu_ms_per_skeleton": round(1e3 * statistics.median(own) / len(skeletons), 3),
+        "answered_with_a_fit": len(losses),
+        "finite": int(np.isfinite(losses).sum()),
     }
-    print(rows, found, flush=True)
-    return found
 
 
 def main() -> None:
     sizes: dict[str, Any] = {"rows": (1000, 100_000), "skeletons": 300, "rounds": 3}
     options = arguments(__doc__, "proposals", devices="cpu", **sizes)
-    given = {"count": options.skeletons, "rounds": options.rounds}
     with connected(devices=options.devices) as (_, client):
-        cases = {f"{rows} rows": measured(client, rows, **given) for rows in options.rows}
+        cases = {f"{rows} rows": measured(client, rows, options) for rows in options.rows}
     content = {"devices": options.devices, "skeletons": options.skeletons, "restarts": RESTARTS}
     save(options.name, {**content, "seed": SEED, "cases": cases}, options.folder)
 

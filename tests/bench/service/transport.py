@@ -29,18 +29,16 @@ UPLOAD_ROWS, UPLOAD_VARIABLES = 1_000_000, 100
 
 
 def rates(size: int, seconds: list[float]) -> dict[str, float]:
-    median, best = statistics.median(seconds), min(seconds)
-    return {"gb_s": size / median / 1e9, "best_gb_s": size / best / 1e9}
+    return {"gb_s": size / statistics.median(seconds) / 1e9, "best_gb_s": size / min(seconds) / 1e9}
 
 
 def answers(client: warpfit.Client, *, idle: bool) -> dict[str, Any]:
     """A value matrix, again and again; an idle engine computes nothing, so that it only moves."""
     X = np.random.default_rng(SEED).normal(size=(ROWS, 10)).astype(np.float32)
     expressions = [warpfit.parse(f"x{n % 10 + 1}") for n in range(PROGRAMS)]
-    data = client.upload(X)
-    expected = np.tile(X, PROGRAMS // 10)
-    first = client.run(data, expressions)  # makes segments
-    if not (idle or np.array_equal(first.values, expected)):
+    data, expected = client.upload(X), np.tile(X, PROGRAMS // 10)
+    first = client.run(data, expressions).values  # makes segments
+    if not (idle or np.array_equal(first, expected)):
         raise SystemExit("wrong values")
     del first
     seconds = seconds_of(lambda: client.run(data, expressions), ROUNDS)
@@ -50,8 +48,7 @@ def answers(client: warpfit.Client, *, idle: bool) -> dict[str, Any]:
 def uploads(client: warpfit.Client) -> dict[str, Any]:
     """Fresh content each time: making it ready (transposed, hashed), and sending."""
     X = np.random.default_rng(SEED).normal(size=(UPLOAD_ROWS, UPLOAD_VARIABLES)).astype(np.float32)
-    ready, seconds = [], []
-    failover = client._failover
+    ready, seconds, failover = [], [], client._failover
     for turn in range(5):
         X[0, 0] = turn
         started = time.perf_counter()
@@ -61,9 +58,9 @@ def uploads(client: warpfit.Client) -> dict[str, Any]:
         server = next(iter(failover.servers))
         seconds += seconds_of(lambda a=asked, s=server: failover.upload(s, a), 1)
         client.release(DatasetHandle(dataset), everywhere=True)
-    both = [sum(pair) for pair in zip(ready, seconds, strict=True)]
+    both = rates(X.nbytes, np.add(ready, seconds).tolist())
     found = {"bytes": X.nbytes, "ready": rates(X.nbytes, ready), **rates(X.nbytes, seconds)}
-    return {**found, "with_ready_gb_s": rates(X.nbytes, both)["gb_s"]}
+    return {**found, "with_ready_gb_s": both["gb_s"]}
 
 
 def main() -> None:
@@ -78,11 +75,8 @@ def main() -> None:
     with connected(*one, **injected("idle=1")) as (_, client):
         moved = answers(client, idle=True)
     with connected(*one) as (_, client):
-        found = {
-            "answer": moved,
-            "answer_with_cpu_engine": answers(client, idle=False),
-            "upload": uploads(client),
-        }
+        found = {"answer": moved, "answer_with_cpu_engine": answers(client, idle=False)}
+        found["upload"] = uploads(client)
     save(options.name, {"seed": SEED, "bounds": bounds, **found}, options.folder)
 
 

@@ -66,19 +66,16 @@ all operators:
 
 
 def operator_page() -> str:
-    page, rows = _INTRODUCTION, OPERATORS.values()
-    for row in rows:
-        page += _line(row.name, f"`{text_form(row)}`", str(row.code), str(row.arity), row.notes)
-    page += _BOUNDS_TEXT
-    for row in rows:
+    meanings, bounds, slopes = _INTRODUCTION, _BOUNDS_TEXT, _SLOPES_TEXT
+    for row in OPERATORS.values():
+        numbers = str(row.code), str(row.arity)
+        meanings += _line(row.name, f"`{text_form(row)}`", *numbers, row.notes)
         own = BOUNDS[row.name]
         each = (own.precise_cpu, own.precise_cuda, own.fast_cpu, own.fast_cuda)
-        page += _line(row.name, *map(_bound_text, each))
-    page += _SLOPES_TEXT
-    for row in rows:
-        slopes = ", ".join(f"`{text}`" for text in row.derivative)
-        page += _line(row.name, slopes, row.slope_notes)
-    return page
+        bounds += _line(row.name, *map(_bound_text, each))
+        texts = ", ".join(f"`{text}`" for text in row.derivative)
+        slopes += _line(row.name, texts, row.slope_notes)
+    return meanings + bounds + slopes
 
 
 def text_form(row: Operator) -> str:

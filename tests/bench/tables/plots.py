@@ -14,14 +14,16 @@ _BLUE, _LIGHT, _GREY = "#2b6cb0", "#63b3ed", "#718096"
 
 
 def _svg(height: int, parts: list[str], note: str, note_y: int) -> str:
+    size = f'width="720" height="{height}"'
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{height}" '
-        'font-family="sans-serif" font-size="13">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="13">'
     )
-    below = f'<text x="8" y="{note_y}" fill="#555">{note}</text>'
-    return "\n".join(
-        [head, f'<rect width="720" height="{height}" fill="white"/>', *parts, below, "</svg>\n"]
-    )
+    white = f'<rect {size} fill="white"/>'
+    return "\n".join([head, white, *parts, _note(note_y, note), "</svg>\n"])
+
+
+def _note(y: int, words: str) -> str:
+    return f'<text x="8" y="{y}" fill="#555">{words}</text>'
 
 
 def _text(x: float, y: float, words: str, anchor: str = "") -> str:
@@ -69,10 +71,7 @@ def generation_plot() -> str:
     parts: list[str] = []
 
     def panel(
-        top: int,
-        bars: list[tuple[str, float, str]],
-        ticks: dict[float, str],
-        place: Callable[[float], float],
+        top: int, bars: list[Any], ticks: dict[float, str], place: Callable[[float], float]
     ) -> int:
         """Draw named bars with a label each between lines of an axis; return where a note is."""
         bottom = top + step * len(bars)
@@ -95,7 +94,7 @@ def generation_plot() -> str:
         lambda seconds: math.log(seconds / 1e-3) / math.log(1.0 / 1e-3),
     )
     note = "300 expressions, 100,000 rows, losses; the other libraries in the worker's own process"
-    parts.append(f'<text x="8" y="{place}" fill="#555">{note}</text>')
+    parts.append(_note(place, note))
     most = max(max(runs) for _, runs in rates)
     bars = []
     for name, runs in rates:
@@ -123,10 +122,8 @@ def course_plot() -> str:
     below = _TOP + _HEIGHT + 18
     parts += [_text(_x(second), below, f"{second} s", "middle") for second in range(0, 21, 5)]
     gpu, cpu, ends = result("search_laws_gpu"), result("search_laws_cpu"), []
-    for found, label, colour in (
-        (gpu, "warpfit, one H200", _BLUE),
-        (cpu, "warpfit, two cores", _LIGHT),
-    ):
+    ours = ((gpu, "warpfit, one H200", _BLUE), (cpu, "warpfit, two cores", _LIGHT))
+    for found, label, colour in ours:
         points = _course(found)
         line = " ".join(f"{_x(seconds)},{_y(left)}" for seconds, left in points)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')

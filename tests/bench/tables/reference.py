@@ -57,20 +57,14 @@ def reference_page() -> str:
     parts.append(_CLOSINGS_TEXT)
     closings = _fields(losses.Closing)
     parts += [_row(f"`{closing}`", closings[closing.name][1]) for closing in losses.Closing]
-    for title, name in (
-        ("upload", "upload"),
-        ("evaluate and run", "evaluate"),
-        ("optimize", "optimize"),
-        ("search", "search"),
-        ("simplify", "simplify"),
-        ("open", "open"),
-    ):
-        parts += _method(title, getattr(client.Client, name))
+    parts += _method("upload", client.Client.upload)
+    parts += _method("evaluate and run", client.Client.evaluate)
+    for name in ("optimize", "search", "simplify", "open"):
+        parts += _method(name, getattr(client.Client, name))
     for title, enum in (
         *(("Precisions", request.Precision), ("Tiers", request.Tier)),
         *(("Methods of fits", request.Method), ("Accuracies of fits", request.Accuracy)),
-        ("Reasons why a fit ended", request.Reason),
-        ("Forms of a search", searching.Form),
+        *(("Reasons why a fit ended", request.Reason), ("Forms of a search", searching.Form)),
         ("Reasons why a search ended", searching.SearchReason),
     ):
         parts += _enumeration(title, enum)
@@ -86,11 +80,8 @@ def _method(title: str, method: Any) -> Iterator[str]:
     summary = _plain(inspect.getdoc(method).partition("\n\n")[0])
     yield f"\n## Keywords of {title}\n\n{summary}\n"
     yield "\n| keyword | type | meaning |\n|---|---|---|\n"
-    keywords = getattr(
-        client, re.fullmatch(r"Unpack\[(\w+)\]", method.__annotations__["options"])[1]
-    )
-    shown = _parameters(method)
-    classes = [keywords]
+    kind = re.fullmatch(r"Unpack\[(\w+)\]", method.__annotations__["options"])[1]
+    shown, classes = _parameters(method), [getattr(client, kind)]
     while isinstance(base := classes[0].__orig_bases__[0], type):  # the last one is TypedDict
         classes.insert(0, base)
     for kind in classes:
