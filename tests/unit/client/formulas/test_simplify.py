@@ -17,7 +17,7 @@ from warpfit import Program, ResourceExhaustedError, parse
 from warpfit.expressions.reference import evaluate_program
 from warpfit.formulas import algebra
 from warpfit.formulas.rules import MOST_TOKENS
-from warpfit.ops import BY_CODE, CONSTANT, VARIABLE
+from warpfit.ops import CONSTANT, VARIABLE
 
 #: A formula, what becomes of it, and what where formulas are assumed to be defined; None for both
 #: the same.
@@ -29,7 +29,6 @@ CASES = [
     ("0*x1", "0", None),
     ("0*log(x1)", "0 * log(x1)", "0"),
     ("2*log(x1) - 3*log(x1)", "2 * log(x1) - 3 * log(x1)", "-log(x1)"),
-    ("(x1*2)*3", "6 * x1", None),
     ("0.1*x1 + 0.2*x1 - 0.3*x1", "0", None),
     ("2*(x1 + 3) + 4", "2 * x1 + 10", None),
     ("2*x1 + 2*x2", "2 * (x1 + x2)", None),
@@ -38,35 +37,26 @@ CASES = [
     ("sqrt(x1)^2", "square(sqrt(x1))", "x1"),
     ("sqrt(x1^-1)", "sqrt(inv(x1))", "inv(sqrt(x1))"),
     ("(x1^2)^3", "x1 ^ 6", None),
-    ("(x1^0.5)^3", "cube(sqrt(x1))", "x1 ^ 1.5"),
     ("x1*x1*x2*x2", "square(x1 * x2)", None),
     ("x1^3/x1", "cube(x1) / x1", "square(x1)"),
     ("x1^0", "1", None),
-    ("1^x1", "1", None),
-    ("1 - (1 - x1)", "x1", None),
     ("1/(1/x1)", "x1", None),
     ("x1/(x2/x3)", "x1 * x3 / x2", None),
     ("abs(x1^2*x2)", "abs(x2) * square(x1)", None),
-    ("abs(x1 - x2) + abs(x2 - x1)", "2 * abs(x1 - x2)", None),
     ("(x1 - x2)^2 - (x2 - x1)^2", "0", None),
     ("exp(log(x1))", "exp(log(x1))", "x1"),
     ("exp(log(x1^2))", "square(x1)", None),
-    ("exp(2*log(x1))", "exp(2 * log(x1))", "square(x1)"),
-    ("exp(0.75*log(x1))", "x1 ^ 0.75", None),
     ("exp(0.5*log(x1) + 0)", "sqrt(x1)", None),
     ("exp(2*log(x1) - 6000/x2)", "exp(2 * log(x1) - 6000 / x2)", "exp(-6000 / x2) * square(x1)"),
     ("exp(x1)*exp(x2)", "exp(x1) * exp(x2)", "exp(x1 + x2)"),
     ("200*x2 > 900", "x2 > 4.5", None),
-    ("900 > 200*x2", "x2 < 4.5", None),
     ("-2*x1 >= 4", "x1 <= -2", None),
     ("x1*3 == 6", "6 == 3 * x1", None),
     ("log(exp(x1))", "log(exp(x1))", "x1"),
     ("log(abs(x1))", "logabs(x1)", None),
     ("cos(-x1) + cos(x1)", "2 * cos(x1)", None),
-    ("sin(-x1) + sin(x1)", "0", None),
     ("cos(2*x1 - pi) + sin(x2 + pi/2)", "cos(x2) - cos(2 * x1)", None),
     ("sqrt(x1^2/(1 - x2))", "sqrt(square(x1) / (1 - x2))", "abs(x1) / sqrt(1 - x2)"),
-    ("sign(ceil(x1))", "sign(ceil(x1))", None),
     ("sin(2)*3 + floor(2.5)", repr(3 * math.sin(2) + 2), None),
     ("fma(x1, 2, x1)", "3 * x1", None),
     ("inf - inf + x1", "x1 + nan", None),
@@ -111,11 +101,9 @@ def perturbed(program, columns, parameters, rng, ulp=4, zero=None):
     in_range = np.ones(columns.shape[1], bool)
 
     def leaf(code, value):
-        if code == CONSTANT:
-            return np.full(columns.shape[1], value)
         if code == VARIABLE:
             return columns[int(value)]
-        return np.full(columns.shape[1], parameters[int(value)])
+        return np.full(columns.shape[1], value if code == CONSTANT else parameters[int(value)])
 
     def operator(row, operands):
         result = np.asarray(row.numpy(*operands), float)
@@ -179,20 +167,11 @@ def test_simplified_programs_agree_with_the_reference(program, rows, parameters,
 
 @given(programs(30), st.randoms(use_true_random=False))
 def test_the_order_of_operands_makes_no_difference(program, random):
-    swapped = program.fold(
-        lambda code, value: Program([code], [value]),
-        lambda row, operands: Program.apply(
-            row,
-            *(
-                operands[::-1]
-                if row.name in ("add", "mul", "min", "max", "eq") and random.random() < 0.5
-                else operands
-            ),
-        ),
-    )
-    assert {BY_CODE.get(code) for code in swapped.codes} == {
-        BY_CODE.get(code) for code in program.codes
-    }
+    def operator(row, operands):
+        is_swapped = row.name in ("add", "mul", "min", "max", "eq") and random.random() < 0.5
+        return Program.apply(row, *operands[:: -1 if is_swapped else 1])
+
+    swapped = program.fold(lambda code, value: Program([code], [value]), operator)
     assert swapped.simplify() == program.simplify()
 
 

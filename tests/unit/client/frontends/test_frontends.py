@@ -41,7 +41,7 @@ def test_lists_of_mixed_expressions():
     [
         *(
             (f"UNKNOWN_EXPRESSION_TYPE: .*{type(thing).__name__}.*SymPy", as_program, thing)
-            for thing in (None, 3j, b"x1", ["x1"], {"x1"}, object())
+            for thing in (None, 3j, ["x1"])
         ),
         *(
             (f"UNKNOWN_EXPRESSION_TYPE: .*{type(thing).__name__} .*{remedy}", read, thing)
@@ -68,7 +68,7 @@ def test_lists_of_mixed_expressions():
         ),
         *(
             ("Give a list of trees", from_prefix, nodes)
-            for nodes in (["add", "x1", "x2"], ["x1"], [2.5], ["sin", 1.0], [["x1"], "x2"])
+            for nodes in (["add", "x1", "x2"], [2.5], [["x1"], "x2"])
         ),
     ],
 )
@@ -127,7 +127,6 @@ def test_numbers_that_their_type_cannot_hold_are_refused(reader, number):
         (["add", "x1", "mul", 2.5, "p1"], (), "x1 + 2.5*p1"),
         (["+", "flow rate", "t"], ("flow rate", "t"), "x1 + x2"),
         (["sin", "-", "x1", 3], (), "sin(x1 - 3)"),
-        (["x2"], (), "x2"),
         (["where", "lt", "x1", 0, "neg", "x1", "x1"], (), "where(x1 < 0, -x1, x1)"),
         (["mul", "pi", "sin"], ("sin",), "pi*x1"),  # a column's name comes first
     ],
@@ -141,7 +140,6 @@ def test_nodes_are_those_of_the_text(tree, names, wanted):
 
 def test_names_numbers_and_dialects():
     assert str(from_pysr("x0 - x2")) == "x1 - x3"
-    assert str(from_pysr("x1 - x3", first=1)) == "x1 - x3"
     assert str(from_pysr("x₁ * x₃", first=1)) == "x1 * x3"
     assert str(from_pysr("cos(age) + x0", ("x0", "age"))) == "cos(x2) + x1"
     assert str(from_pysr("2.5f-1 * x0 + 1.0f0")) == "0.25 * x1 + 1"
@@ -226,10 +224,8 @@ def test_multiples_of_pi_and_conditions_are_exact():
     ("text", "reason"),
     [
         ("cond(x0)", "WRONG_ARITY"),
-        ("erfc(x0, x1)", "WRONG_ARITY"),
         ("cond(x0, x1", "UNBALANCED"),
         ("besselj(x0)", "UNKNOWN_FUNCTION"),
-        ("x0 +", "EXPECTED_OPERAND"),
     ],
 )
 def test_errors_point_into_the_text(text, reason):
@@ -245,7 +241,6 @@ def test_long_runs_of_digits_take_no_time_and_end_in_no_error_of_python(text):
 
 
 # ---------------------------------------------------------------------------------- trees of Operon
-
 
 #: pyoperon's dataset does not keep its array alive.
 ARRAY = np.asfortranarray(np.random.default_rng(0).uniform(0.2, 2.0, (40, 3)).astype(np.float32))
@@ -328,9 +323,8 @@ def test_every_type_of_node(kind):
     program = warpfit.Program.apply(operator, *operands)
     tree = to_operon(program, DATASET)
     assert [node.Type.name for node in tree.Nodes][-1] == kind
-    np.testing.assert_allclose(
-        values(tree), reference.evaluate_program(program, COLUMNS), rtol=1e-4, atol=1e-5
-    )
+    wanted = reference.evaluate_program(program, COLUMNS)
+    np.testing.assert_allclose(values(tree), wanted, rtol=1e-4, atol=1e-5)
     again, parameters = from_operon(tree, DATASET.Variables)
     assert (again, len(parameters)) == (program, 0)
 
@@ -343,10 +337,9 @@ def test_forms_that_operon_writes_in_another_way(text):
     tree = to_operon(program, DATASET)
     assert from_operon(tree, DATASET)[0] == program
     parsed = pyoperon.InfixParser.Parse(to_operon_infix(program, NAMES), HASHES)
+    wanted = reference.evaluate_program(program, COLUMNS)
     for made in (tree, parsed):
-        np.testing.assert_allclose(
-            values(made), reference.evaluate_program(program, COLUMNS), rtol=1e-5
-        )
+        np.testing.assert_allclose(values(made), wanted, rtol=1e-5)
 
 
 def test_parameters_are_the_coefficients_that_operon_optimises():
@@ -354,10 +347,9 @@ def test_parameters_are_the_coefficients_that_operon_optimises():
     tree = to_operon(program, DATASET, [0.25, 1.5])
     assert sorted(tree.GetCoefficients()) == [0.25, 1.5, 1.5]
     again, parameters = from_operon(tree, DATASET)
-    np.testing.assert_allclose(
-        reference.evaluate_program(again, COLUMNS, parameters),
-        reference.evaluate_program(program, COLUMNS, [0.25, 1.5]),
-    )
+    pairs = (again, parameters), (program, [0.25, 1.5])
+    computed = (reference.evaluate_program(one, COLUMNS, vector) for one, vector in pairs)
+    np.testing.assert_allclose(*computed)
     tree.SetCoefficients((parameters * 2).astype(np.float32))
     np.testing.assert_array_equal(from_operon(tree, DATASET)[1], parameters * 2)
 
@@ -380,10 +372,8 @@ def test_a_tree_of_the_estimator_is_converted_with_its_variables():
     from pyoperon.sklearn import SymbolicRegressor
 
     X = np.random.default_rng(0).uniform(0.5, 2.0, (60, 3))
-    theirs = SymbolicRegressor(
-        allowed_symbols="add,mul,constant,variable", max_length=10, population_size=40,
-        generations=3, max_evaluations=1000, n_threads=1, random_state=1,
-    )  # fmt: skip
+    few = {"population_size": 40, "generations": 3, "n_threads": 1, "random_state": 1}
+    theirs = SymbolicRegressor(allowed_symbols="add,mul,constant,variable", max_length=10, **few)
     theirs.fit(X, 2.0 * X[:, 2] + X[:, 0] * X[:, 1])
     program, start = from_operon(theirs.model_, theirs.variables_)
     ours = program.bind(start).to_numpy()(X)
@@ -393,10 +383,8 @@ def test_a_tree_of_the_estimator_is_converted_with_its_variables():
 def test_what_warpfit_has_not():
     tree = to_operon(warpfit.parse("x1"), DATASET)
     refused("UNKNOWN_NAME: .*variable", from_operon, tree, [SimpleNamespace(Hash=1, Index=0)])
-    node = SimpleNamespace(
-        Optimize=False, IsConstant=False, IsVariable=False, Value=1.0, Arity=0,
-        Type=SimpleNamespace(name="Dyn"),
-    )  # fmt: skip
+    no = dict.fromkeys(("Optimize", "IsConstant", "IsVariable"), False)
+    node = SimpleNamespace(**no, Value=1.0, Arity=0, Type=SimpleNamespace(name="Dyn"))
     refused("Dyn", from_operon, SimpleNamespace(Nodes=[node]), DATASET)
     for variables in (None, 3, ["x1"]):
         refused("variables_ of pyoperon's estimator", from_operon, tree, variables)

