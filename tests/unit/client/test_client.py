@@ -30,8 +30,7 @@ from warpfit.transport.failover import NOBODY_THERE, Retries
 def test_values_are_rows_by_expressions_without_a_copy(client, dtype):
     data, wanted = client.upload(X, dtype=dtype), expected_values(dtype)
     values = client.evaluate(data, EXPRESSIONS, PARAMETERS)
-    assert values.dtype == dtype
-    assert values.T.flags.c_contiguous
+    assert values.dtype == dtype and values.T.flags.c_contiguous
     assert values.T.base is not None
     np.testing.assert_array_equal(values, wanted)
     for rows in ((3, 7), slice(3, 7), slice(None, 5), slice(-4, None), (0, 60), None):
@@ -43,8 +42,7 @@ def test_values_are_rows_by_expressions_without_a_copy(client, dtype):
 def test_a_single_expression_may_stand_alone(client):
     data, program = client.upload(X), warpfit.parse("x1*p1 - p2")
     for expressions, parameters in (
-        ("x1*p1 - p2", np.array([2.0, 1.0])),
-        (program, (2.0, 1.0)),
+        *(("x1*p1 - p2", np.array([2.0, 1.0])), (program, (2.0, 1.0))),
         ([program], np.array([[2.0, 1.0]])),
         ([program], [[[2.0, 1.0]]]),  # one vector in two dimensions keeps its axis
     ):
@@ -83,8 +81,7 @@ def test_progress_reports_every_chunk_and_resident_content_is_not_sent_again(ser
 @pytest.mark.parametrize(
     "error",
     [
-        LookupError("no bar"),
-        StopIteration("no bar is left"),
+        *(LookupError("no bar"), StopIteration("no bar is left")),
         grpc.RpcError("another service's"),
         warpfit.UnavailableError("another server is away", "CONNECTION_REFUSED"),
     ],
@@ -107,8 +104,7 @@ def test_what_a_progress_callback_raises_reaches_the_caller_at_once(client, serv
     sent = len(server.calls)
     with pytest.raises(type(error)) as caught:
         calls[call]()
-    assert caught.value is error
-    assert caught.value.__cause__ is cause
+    assert caught.value is error and caught.value.__cause__ is cause
     assert len(told) == 1 + (call == "propose"), "it is not called again"
     assert len(server.calls) - sent <= {"upload": 2, "optimize": 1}.get(call, 9)
     assert client.upload(X).layout.rows == 60
@@ -123,8 +119,7 @@ def test_progress_true_draws_a_bar(client, capsys, monkeypatch):
 
 def test_a_with_block_gives_back_and_the_owner_removes(client, server):
     with client.upload(X) as data:
-        assert server.holds(data.content_id)
-        assert "60 rows x 3 variables" in repr(data)
+        assert server.holds(data.content_id) and "60 rows x 3 variables" in repr(data)
     assert server.calls[-1] == "ReleaseVariables"
     assert server.holds(data.content_id), "others may use the same content"
     client.release(data, everywhere=True)
@@ -215,8 +210,6 @@ LINE = X[:, 0] - X[:, 1]
 
 @pytest.fixture
 def run(server):
-    """Runs ``test(client, servicer)`` in an event loop, over gRPC."""
-
     def run(test):
         async def body(address, servicer):
             async with warpfit.connect_async(address, retry=QUICK) as client:
@@ -241,8 +234,7 @@ def test_values_and_losses_also_after_failures(run, server):
     values, losses, both = run(body)
     np.testing.assert_array_equal(values, np.stack([X[:, 0] + np.float32(1), X[:, 1]], axis=1))
     np.testing.assert_allclose(losses, [0.0], atol=1e-12)
-    assert both.values.shape == (3, 1)
-    assert both.losses.shape == (1,)
+    assert both.values.shape == (3, 1) and both.losses.shape == (1,)
     assert server.calls.count("Evaluate") == 6
     assert server.calls.count("UploadVariables") == 2
 
@@ -380,8 +372,7 @@ def test_interrupts_at_any_moment_leave_a_client_that_works(server, timeout):
 def test_every_method_is_retried(client, server):
     data = client.upload(X)
     for call, ask in (
-        ("GetVariables", lambda: client.upload(X)),
-        ("GetServerInfo", client.info),
+        *(("GetVariables", lambda: client.upload(X)), ("GetServerInfo", client.info)),
         ("ReleaseVariables", lambda: client.release(data, everywhere=True)),
     ):
         before = server.calls.count(call)
@@ -532,6 +523,5 @@ def test_attempts_go_on_until_the_deadline(timeout):
 def test_pauses_grow_within_bounds(failures, draw, initial, jitter):
     policy = RetryPolicy(initial_backoff=initial, maximum_backoff=2.0, jitter=jitter)
     pause = policy.pause(failures, draw)
-    assert 0 <= pause <= 2.0
-    assert pause >= initial * (1 - jitter) - 1e-12
+    assert 0 <= pause <= 2.0 and pause >= initial * (1 - jitter) - 1e-12
     assert policy.pause(failures + 1, draw) >= pause

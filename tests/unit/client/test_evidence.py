@@ -31,7 +31,6 @@ def client():
 
 @pytest.fixture(scope="module")
 def lines(client):
-    """The fit of all texts to a line with weights."""
     data = client.upload(x[:, None], LINE, W, dtype="float64")
     options = {"evidence": True, "terms": True, "accuracy": "final", "restarts": 8}
     return data, client.optimize(data, TEXTS, loss="rmse", **options)
@@ -50,10 +49,8 @@ def test_likelihoods_description_lengths_and_bayes_factors_follow_their_formulas
     assert found.log_likelihood[0] == pytest.approx(wanted, rel=1e-10)
     assert found.aic[0] == pytest.approx(2 * 3 - 2 * wanted)
     assert found.bic[0] == pytest.approx(3 * math.log(40) - 2 * wanted)
-    assert found.parameters.tolist() == [2, 2, 2, 0]
-    assert found.rows == 40
-    assert int(found.bic.argmin()) == 0
-    assert int(found.description_length.argmin()) == 0
+    assert found.parameters.tolist() == [2, 2, 2, 0] and found.rows == 40
+    assert int(found.bic.argmin()) == 0 and int(found.description_length.argmin()) == 0
     assert int(found.bayes_factor.argmax()) == 0
     # Five tokens and two constants of many digits.
     wanted = -found.log_likelihood[0] + 0.5 * (5 + 2) * math.log(40)

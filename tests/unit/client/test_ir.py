@@ -22,12 +22,9 @@ X1, P1, TWO = Program.variable(0), Program.parameter(0), Program.constant(2.0)
 @pytest.mark.parametrize(
     ("codes", "values", "reason", "token"),
     [
-        ([], [], "EMPTY_PROGRAM", None),
-        ([VARIABLE, 15], [0, 0], "UNKNOWN_OPERATOR", 1),
-        ([VARIABLE], [-1], "BAD_INDEX", 0),
-        ([PARAMETER], [np.nan], "BAD_INDEX", 0),
-        ([VARIABLE], [2.0**31], "BAD_INDEX", 0),
-        ([ADD], [0], "STACK_UNDERFLOW", 0),
+        *(([], [], "EMPTY_PROGRAM", None), ([VARIABLE, 15], [0, 0], "UNKNOWN_OPERATOR", 1)),
+        *(([VARIABLE], [-1], "BAD_INDEX", 0), ([PARAMETER], [np.nan], "BAD_INDEX", 0)),
+        *(([VARIABLE], [2.0**31], "BAD_INDEX", 0), ([ADD], [0], "STACK_UNDERFLOW", 0)),
         ([VARIABLE, VARIABLE, WHERE], [0] * 3, "STACK_UNDERFLOW", 2),
         ([VARIABLE, VARIABLE], [0, 0], "STACK_LEFTOVERS", 1),
     ],
@@ -48,8 +45,7 @@ def applied(row, operands):
 @given(programs())
 def test_programs_are_immutable_hashable_and_picklable(program):
     again = pickle.loads(pickle.dumps(program))
-    assert again == program
-    assert hash(again) == hash(program)
+    assert again == program and hash(again) == hash(program)
     assert program.variables == max([*program.values[program.codes == VARIABLE] + 1, 0])
     assert program.parameters == max([*program.values[program.codes == PARAMETER] + 1, 0])
     assert weakref.ref(program)() is program
@@ -60,8 +56,7 @@ def test_programs_are_immutable_hashable_and_picklable(program):
 
 
 def test_programs_differ_in_bits_and_have_all_their_operands():
-    assert X1 != "x1"
-    assert Program.constant(0.0) != Program.constant(-0.0)
+    assert X1 != "x1" and Program.constant(0.0) != Program.constant(-0.0)
     assert Program.constant(np.nan) == Program.constant(np.nan)
     for name, operands in (("sin", 2), ("sub", 3), ("add", 1), ("where", 2)):
         refused(f"WRONG_ARITY: .*{name}", Program.apply, name, *[X1] * operands)
@@ -130,8 +125,7 @@ def test_batch_holds_programs_and_parameters(drawn, vectors):
 @pytest.mark.parametrize(
     ("given_programs", "parameters", "reason"),
     [
-        ([], None, "EMPTY_BATCH"),
-        ([X1], [[], []], "LENGTH_MISMATCH"),
+        *(([], None, "EMPTY_BATCH"), ([X1], [[], []], "LENGTH_MISMATCH")),
         ([P1, P1], [[[1.0]], [[1.0], [2.0]]], "VECTOR_MISMATCH"),
         ([P1], [[[[1.0]]]], "VECTOR_MISMATCH"),
     ],
@@ -228,6 +222,5 @@ def test_an_unknown_code_is_found_at_every_height_and_a_negative_zero_is_an_inde
         assert not compiled_are_valid(batch, VARIABLES), height
     one = np.ones(1, np.uint32)
     batch = Batch(np.array([VARIABLE], np.uint8), np.array([-0.0]), one, 0 * one, np.empty(0))
-    assert not fast(batch)
-    assert compiled_are_valid(batch, VARIABLES)
+    assert not fast(batch) and compiled_are_valid(batch, VARIABLES)
     batch.check(VARIABLES)

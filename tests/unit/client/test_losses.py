@@ -21,10 +21,8 @@ def rows(function: LossFunction, f=F, w=W) -> np.ndarray:
 
 
 METRICS = {
-    Loss.MSE: metrics.mean_squared_error,
-    Loss.RMSE: metrics.root_mean_squared_error,
-    Loss.MAE: metrics.mean_absolute_error,
-    Loss.R2: metrics.r2_score,
+    **{Loss.MSE: metrics.mean_squared_error, Loss.RMSE: metrics.root_mean_squared_error},
+    **{Loss.MAE: metrics.mean_absolute_error, Loss.R2: metrics.r2_score},
     Loss.NMSE: lambda *args, **kw: 1 - metrics.r2_score(*args, **kw),
     Loss.SSE: lambda y, f, sample_weight: np.sum(sample_weight * (y - f) ** 2),
 }
@@ -80,8 +78,7 @@ def log_of_cosh(d):
             lambda d: d if abs(d) <= 0.3 else PART * mpmath.sign(d),
         ),
         (
-            losses.quantile(0.3),
-            lambda d: -PART * d if d <= 0 else mpmath.mpf(0.7) * d,
+            *(losses.quantile(0.3), lambda d: -PART * d if d <= 0 else mpmath.mpf(0.7) * d),
             lambda d: -PART if d <= 0 else mpmath.mpf(0.7),
         ),
         (
@@ -140,8 +137,7 @@ def test_statistics_of_a_target_that_is_not_finite():
     y = np.array([1.0, np.nan, 2.0, np.inf])
     found = losses.TargetStatistics(y)
     assert (found.mean, found.rows, found.weight) == (1.5, 4, 4.0)
-    assert found.squares == np.inf
-    assert np.isnan(found.largest)
+    assert found.squares == np.inf and np.isnan(found.largest)
     assert np.isnan(found.variation)
     nothing = losses.TargetStatistics(y, np.zeros(4))
     assert [getattr(nothing, name) for name in STATISTICS] == [0.0] * 6
@@ -172,8 +168,7 @@ def test_closed_gradients_are_central_differences(loss):
 @pytest.mark.parametrize("given", [*Loss, *losses.BY_NAME, "abs(d)^1.5", losses.huber(2.0)])
 def test_as_loss_accepts_losses_names_and_texts(given):
     found = losses.as_loss(given)
-    assert isinstance(found, Loss | LossFunction)
-    assert losses.as_loss(found) == found
+    assert isinstance(found, Loss | LossFunction) and losses.as_loss(found) == found
     assert (given in list(Loss)) == isinstance(found, Loss)
     for text in ("d^2", "square(d)", "d*d", "(f - y)^2"):
         assert LossFunction.parse(text).is_squares
@@ -182,10 +177,8 @@ def test_as_loss_accepts_losses_names_and_texts(given):
 @pytest.mark.parametrize(
     ("log", "f", "y", "value", "slope"),
     [
-        (False, 0.0, 0.0, 0.0, 1.0),
-        (False, -1.0, 0.0, np.nan, 1.0),
-        (False, 0.0, 3.0, np.inf, -np.inf),
-        (True, -np.inf, 0.0, 0.0, 0.0),
+        *((False, 0.0, 0.0, 0.0, 1.0), (False, -1.0, 0.0, np.nan, 1.0)),
+        *((False, 0.0, 3.0, np.inf, -np.inf), (True, -np.inf, 0.0, 0.0, 0.0)),
         (True, -np.inf, 1.0, np.inf, -1.0),
     ],
 )

@@ -58,8 +58,7 @@ def test_a_client_is_pickled_as_its_arguments_if_it_has_a_server(monkeypatch):
         monkeypatch.delenv("WARPFIT_ADDRESS")
         with pickle.loads(pickle.dumps(client)) as again:
             one, other = (each._failover.connection for each in (client, again))
-            assert one == other
-            assert other.arguments[0] == ["127.0.0.1:1", "127.0.0.1:2"]
+            assert one == other and other.arguments[0] == ["127.0.0.1:1", "127.0.0.1:2"]
     with testing.client() as client:
         data = client.upload(X, Y)
         for thing in (client, data):
@@ -143,8 +142,7 @@ def test_faults_are_used_up_in_order():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda sent, _: sent[1:], "BAD_HEADER"),
-        (lambda sent, _: sent[:-1], "BAD_DIGEST"),
+        *((lambda sent, _: sent[1:], "BAD_HEADER"), (lambda sent, _: sent[:-1], "BAD_DIGEST")),
         (lambda sent, _: [*sent, sent[-1]], "BAD_DIGEST"),
         (lambda sent, other: [sent[0], *other[1:]], "BAD_DIGEST"),
         (lambda sent, _: [*sent[:2], sent[0], *sent[2:]], "BAD_HEADER"),
@@ -197,8 +195,7 @@ REFUSED = {
     "client.evaluate(data, texts, losss='mse')": "call-overload",
     "client.evaluate(data, texts, tier='fast')": "call-overload",
     "client.optimize(data, texts, method='newton')": "arg-type",
-    "client.optimize(data, texts).popt": "attr-defined",
-    "data.shape": "attr-defined",
+    **{"client.optimize(data, texts).popt": "attr-defined", "data.shape": "attr-defined"},
     "SymbolicRegressor(model_selection='bestest')": "arg-type",
     "ParameterOptimizer(method='newton')": "arg-type",
 }
@@ -256,5 +253,4 @@ def test_a_shell_shows_public_names_and_keywords_alone():
             assert "options" not in inspect.signature(getattr(kind, name)).parameters, name
             head = pydoc.render_doc(getattr(kind, name), renderer=pydoc.plaintext)
             assert len(head.splitlines()[2]) < 1600, name
-            assert "_SupportsArray" not in head
-            assert "ForwardRef" not in head
+            assert "_SupportsArray" not in head and "ForwardRef" not in head

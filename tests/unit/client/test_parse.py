@@ -31,24 +31,15 @@ def failure(text, names=()):
 @pytest.mark.parametrize(
     ("text", "explicit"),
     [
-        ("x1 ** x2 ^ x3", "x1 ^ (x2 ^ x3)"),
-        ("x1 / x2 / x3 * x1", "((x1 / x2) / x3) * x1"),
+        *(("x1 ** x2 ^ x3", "x1 ^ (x2 ^ x3)"), ("x1 / x2 / x3 * x1", "((x1 / x2) / x3) * x1")),
         ("x1 - x2 * x3 - x1 / -x2", "(x1 - (x2 * x3)) - (x1 / (-x2))"),
-        ("-2 ^ x1", "-(2 ^ x1)"),
-        ("2 ^ -x1 ^ x2", "2 ^ (-(x1 ^ x2))"),
-        ("2 ^ -x1 * x2", "(2 ^ (-x1)) * x2"),
-        ("+x1 - +x2", "x1 - x2"),
-        ("not x1 and x2", "(not x1) and x2"),
-        ("x1 or x2 and x3", "x1 or (x2 and x3)"),
-        ("1 + not x1 < x2", "1 + (not (x1 < x2))"),
-        ("not(x1) + 1", "not (x1 + 1)"),
+        *(("-2 ^ x1", "-(2 ^ x1)"), ("2 ^ -x1 ^ x2", "2 ^ (-(x1 ^ x2))")),
+        *(("2 ^ -x1 * x2", "(2 ^ (-x1)) * x2"), ("+x1 - +x2", "x1 - x2")),
+        *(("not x1 and x2", "(not x1) and x2"), ("x1 or x2 and x3", "x1 or (x2 and x3)")),
+        *(("1 + not x1 < x2", "1 + (not (x1 < x2))"), ("not(x1) + 1", "not (x1 + 1)")),
         ("add(x1, x2, x3, p1)", "((x1 + x2) + x3) + p1"),
-        ("min(x1, x2, x3)", "min(min(x1, x2), x3)"),
-        ("-(2)", "neg(2)"),
-        ("--2", "neg(-2)"),
-        ("-(2)^x1", "-(2^x1)"),
-        ("  x1\n +\tx2 ", "x1+x2"),
-        ("sin (x1)", "sin(x1)"),
+        *(("min(x1, x2, x3)", "min(min(x1, x2), x3)"), ("-(2)", "neg(2)"), ("--2", "neg(-2)")),
+        *(("-(2)^x1", "-(2^x1)"), ("  x1\n +\tx2 ", "x1+x2"), ("sin (x1)", "sin(x1)")),
     ],
 )
 def test_precedence(text, explicit):
@@ -58,14 +49,9 @@ def test_precedence(text, explicit):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        (".5", 0.5),
-        ("1.5E+10", 1.5e10),
-        ("-0", -0.0),
+        *((".5", 0.5), ("1.5E+10", 1.5e10), ("-0", -0.0)),
         *(("0e-999", 0.0), ("1.7976931348623157e308", 1.7976931348623157e308), ("3e-324", 5e-324)),
-        ("-inf", -math.inf),
-        ("nan", math.nan),
-        ("pi", math.pi),
-        ("#3ff8000000000000", 1.5),
+        *(("-inf", -math.inf), ("nan", math.nan), ("pi", math.pi), ("#3ff8000000000000", 1.5)),
         ("-#3ff8000000000000", -1.5),
     ],
 )
@@ -86,15 +72,11 @@ def test_every_operator_by_name_and_symbol(row):
 @pytest.mark.parametrize(
     ("names", "text", "wanted"),
     [
-        (COLUMNS, "größe + x1", "x3 + x1"),
-        (COLUMNS, "`s 1` - `a``b` + ``", "x4 - x5 + x6"),
+        *((COLUMNS, "größe + x1", "x3 + x1"), (COLUMNS, "`s 1` - `a``b` + ``", "x4 - x5 + x6")),
         (COLUMNS, "`age`", "x1"),
         (WORDS, "x2 + p1", "x1 + x2"),  # a name of the data set comes first
-        (WORDS, "x02 + p01", "x2 + p1"),
-        (WORDS, "e", "x3"),
-        (WORDS, "sin(sin)", "sin(x5)"),
-        (["not"], "not `not`", "not x1"),
-        (["2"], "2 - `2`", "2 - x1"),
+        *((WORDS, "x02 + p01", "x2 + p1"), (WORDS, "e", "x3"), (WORDS, "sin(sin)", "sin(x5)")),
+        *((["not"], "not `not`", "not x1"), (["2"], "2 - `2`", "2 - x1")),
     ],
 )
 def test_names_of_the_data_set(names, text, wanted):
@@ -104,24 +86,15 @@ def test_names_of_the_data_set(names, text, wanted):
 @pytest.mark.parametrize(
     ("text", "reason", "position"),
     [
-        ("", "EXPECTED_OPERAND", 0),
-        ("sin()", "EXPECTED_OPERAND", 4),
-        ("add(x1,)", "EXPECTED_OPERAND", 7),
-        ("2 x1", "EXPECTED_OPERATOR", 2),
-        ("x1 not x2", "EXPECTED_OPERATOR", 3),
-        ("1 + sin(x1", "UNBALANCED", 4),
-        ("x1 + 2)", "UNBALANCED", 6),
-        ("sin((1,5))", "UNEXPECTED_COMMA", 6),
-        ("1 + sin(x1, x2)", "WRONG_ARITY", 4),
-        ("x1 < x2 < x3", "CHAINED_COMPARISON", 8),
-        ("x1 = x2", "UNEXPECTED_CHARACTER", 3),
-        ("x[1]", "UNKNOWN_NAME", 0),
-        ("x1 + [1]", "UNEXPECTED_CHARACTER", 5),
-        ("x1 + `age", "UNEXPECTED_CHARACTER", 5),
-        ("x1 + p0", "UNKNOWN_NAME", 5),
-        ("x9999999999", "UNKNOWN_NAME", 0),
-        ("1 + foo(x1)", "UNKNOWN_FUNCTION", 4),
-        ("`age`", "UNKNOWN_VARIABLE", 0),
+        *(("", "EXPECTED_OPERAND", 0), ("sin()", "EXPECTED_OPERAND", 4)),
+        *(("add(x1,)", "EXPECTED_OPERAND", 7), ("2 x1", "EXPECTED_OPERATOR", 2)),
+        *(("x1 not x2", "EXPECTED_OPERATOR", 3), ("1 + sin(x1", "UNBALANCED", 4)),
+        *(("x1 + 2)", "UNBALANCED", 6), ("sin((1,5))", "UNEXPECTED_COMMA", 6)),
+        *(("1 + sin(x1, x2)", "WRONG_ARITY", 4), ("x1 < x2 < x3", "CHAINED_COMPARISON", 8)),
+        *(("x1 = x2", "UNEXPECTED_CHARACTER", 3), ("x[1]", "UNKNOWN_NAME", 0)),
+        *(("x1 + [1]", "UNEXPECTED_CHARACTER", 5), ("x1 + `age", "UNEXPECTED_CHARACTER", 5)),
+        *(("x1 + p0", "UNKNOWN_NAME", 5), ("x9999999999", "UNKNOWN_NAME", 0)),
+        *(("1 + foo(x1)", "UNKNOWN_FUNCTION", 4), ("`age`", "UNKNOWN_VARIABLE", 0)),
     ],
 )
 def test_errors_name_place_and_remedy(text, reason, position):
@@ -135,30 +108,20 @@ def test_errors_name_place_and_remedy(text, reason, position):
 @pytest.mark.parametrize(
     ("text", "names", "suggestion"),
     [
-        ("sqr1(x1)", (), "sqrt"),
-        ("weigth + 1", ("height", "weight"), "weight"),
+        *(("sqr1(x1)", (), "sqrt"), ("weigth + 1", ("height", "weight"), "weight")),
         ("sin weight", ("height", "weight"), "in parentheses: sin(...)"),
         ("nosuch", ("height", "weight"), "height, weight"),  # not cosh or csch
         # What people and models write.
-        ("p1\u00d7x1", (), "Write *"),
-        ("p1 \u00b7 x1", (), "Write *"),
-        ("\u221ax1", (), "sqrt(x)"),
-        ("x1!", (), "gamma"),
+        *(("p1\u00d7x1", (), "Write *"), ("p1 \u00b7 x1", (), "Write *")),
+        *(("\u221ax1", (), "sqrt(x)"), ("x1!", (), "gamma")),
         ("height\u00b9\u2070", ("height",), "height^10"),
-        ("protected_division(x1, x2)", (), "zdiv"),
-        ("y = p1*t", ["t"], "p1*t"),
-        (r"p1*\cos(t)", ["t"], "without a backslash"),
-        ("p1*|t|", ["t"], "abs(x)"),
-        ("p0*t", ["t"], "p1, p2"),
-        ("p1*flow rate", ["flow rate"], "`flow rate`"),
-        ("p1*a-b", ["a-b"], "`a-b`"),
-        ("p1*x_{1}", ["x_"], "parentheses"),
-        ("log(t, 10)", ["t"], "log10(a)"),
-        ("round(t, 2)", ["t"], "/100"),
-        ("cosine(t)", ["t"], "mean cos?"),
-        ("t // 2", ["t"], "floor(a/b)"),
-        ("t && p1", ["t"], "(a and b)"),
-        ("t ? 1 : 2", ["t"], "where(a, b, c)"),
+        *(("protected_division(x1, x2)", (), "zdiv"), ("y = p1*t", ["t"], "p1*t")),
+        *((r"p1*\cos(t)", ["t"], "without a backslash"), ("p1*|t|", ["t"], "abs(x)")),
+        *(("p0*t", ["t"], "p1, p2"), ("p1*flow rate", ["flow rate"], "`flow rate`")),
+        *(("p1*a-b", ["a-b"], "`a-b`"), ("p1*x_{1}", ["x_"], "parentheses")),
+        *(("log(t, 10)", ["t"], "log10(a)"), ("round(t, 2)", ["t"], "/100")),
+        *(("cosine(t)", ["t"], "mean cos?"), ("t // 2", ["t"], "floor(a/b)")),
+        *(("t && p1", ["t"], "(a and b)"), ("t ? 1 : 2", ["t"], "where(a, b, c)")),
         ("zz", ["a" * 90, "b" * 90, "zz_top"], "Variables are zz_top, "),
     ],
 )
@@ -175,8 +138,7 @@ def test_any_text_parses_or_is_refused(text):
     try:
         program = parse(text)
     except ParseError as error:
-        assert error.position is not None
-        assert 0 <= error.position <= len(text)
+        assert error.position is not None and 0 <= error.position <= len(text)
     else:
         assert Program(program.codes, program.values) == program
 
@@ -184,12 +146,9 @@ def test_any_text_parses_or_is_refused(text):
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [
-        ("(" * 50_000 + "x1" + ")" * 50_000, 1),
-        ("sin(" * 50_000 + "x1" + ")" * 50_000, 50_001),
-        ("-" * 50_000 + "x1", 50_001),
-        ("+".join(["x1"] * 10_000), 19_999),
-        ("^".join(["x1"] * 10_000), 19_999),
-        ("(x1+" * 10_000 + "x1" + ")" * 10_000, 20_001),
+        *(("(" * 50_000 + "x1" + ")" * 50_000, 1), ("sin(" * 50_000 + "x1" + ")" * 50_000, 50_001)),
+        *(("-" * 50_000 + "x1", 50_001), ("+".join(["x1"] * 10_000), 19_999)),
+        *(("^".join(["x1"] * 10_000), 19_999), ("(x1+" * 10_000 + "x1" + ")" * 10_000, 20_001)),
         ("add(" + ",".join(["x1"] * 10_000) + ")", 19_999),
     ],
     ids=["groups", "calls", "signs", "sum", "power", "nested", "chain"],
@@ -203,8 +162,7 @@ def test_long_and_deep_nonsense_is_refused_and_shown_around_the_place():
     assert failure("(" * 50_000).reason == "EXPECTED_OPERAND"
     assert failure("(" * 50_000 + "x1").reason == "UNBALANCED"
     *_, line, caret = str(failure("x1 + " * 1000 + "?" + " + x1" * 1000)).split("\n")
-    assert len(line) < 100
-    assert line[caret.index("^")] == "?"
+    assert len(line) < 100 and line[caret.index("^")] == "?"
 
 
 #: Runs of every kind of character, and what nests or chains.
@@ -213,13 +171,10 @@ RUNS = {
     **{f"{start!r} first": lambda n, start=start: f"x1{start * n}" for start in " \n\u2003\x1c"},
     **{f"{start!r} between": lambda n, start=start: f"x1{start * n}+x1" for start in " \n\u2003"},
     **{each: each for each in ("not ", "sin(", "add(x1,", "x1+", "x1^-", "x1<", "1e", "#01")},
-    "pairs": lambda n: "(" * n + "x1" + ")" * n,
-    "quote": lambda n: "`" + "``a" * n,
-    "zeros": lambda n: "x" + "0" * n + "1",
-    "calls": lambda n: "sin(" * n + "x1" + ")" * n,
+    **{"pairs": lambda n: "(" * n + "x1" + ")" * n, "quote": lambda n: "`" + "``a" * n},
+    **{"zeros": lambda n: "x" + "0" * n + "1", "calls": lambda n: "sin(" * n + "x1" + ")" * n},
     "unknown": lambda n: "+".join(f"y{k}" for k in range(n)),
-    "digits": lambda n: "0." + "1" * n,
-    "exponent": lambda n: "1e" + "9" * n,
+    **{"digits": lambda n: "0." + "1" * n, "exponent": lambda n: "1e" + "9" * n},
 }
 
 

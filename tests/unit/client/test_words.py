@@ -39,10 +39,8 @@ OWN = SymbolicRegressor().get_params()
 #: Names of PySR 1.5's `PySRRegressor`, which tests do not install, from its documentation.
 PYSR = json.loads((Path(__file__).parents[2] / "data" / "pysr.json").read_text())
 ESTIMATORS = {
-    "optimizer": ParameterOptimizer("p1*x1"),
-    "classifier": SymbolicClassifier(),
-    "regressor": SymbolicRegressor(),
-    "transformer": sklearn.SymbolicTransformer(),
+    **{"optimizer": ParameterOptimizer("p1*x1"), "classifier": SymbolicClassifier()},
+    **{"regressor": SymbolicRegressor(), "transformer": sklearn.SymbolicTransformer()},
 }
 
 
@@ -60,7 +58,6 @@ TABLE = table_of(1, 2, 3)
 
 @pytest.fixture(scope="module")
 def found():
-    """Objects of each kind that a caller holds."""
     with warpfit.testing.client() as client:
         data = client.upload(ROWS, ROWS[:, 0])
         yield {
@@ -74,8 +71,7 @@ def found():
 @pytest.mark.parametrize(
     ("owner", "name", "remedy"),
     [
-        ("fit", "popt", "Use parameters"),
-        ("fit", "predict", r"Use formula\(\)"),
+        *(("fit", "popt", "Use parameters"), ("fit", "predict", r"Use formula\(\)")),
         ("fit", "losss", r"Did you mean loss\?"),
         ("data", "close", r"Use client.release\(data\)"),
         *(("search", name, "Use ") for name in ("front", "equations_", "to_pandas", "get_best")),
@@ -85,8 +81,7 @@ def found():
         ("program", "to_latex", r"Use latex\(\)"),
         ("proposals", "errors", r"Use \[answer.error for answer in found\]"),
         ("regressor", "plot_fronts", r"Did you mean plot_front\?"),
-        ("regressor", "wild_and_far", "$"),
-        ("regressor", "from_file", ".*pickle or joblib"),
+        *(("regressor", "wild_and_far", "$"), ("regressor", "from_file", ".*pickle or joblib")),
         *(("regressor", name, "Use expression_") for name in ("best_", "formula_", "formula")),
         ("equation", "sympy", r"Use program.sympy\(names\)"),
         ("equation", "complexty", r"Did you mean complexity\?"),
@@ -259,8 +254,7 @@ def test_parameters_are_set_by_our_names():
     model, one = SymbolicRegressor().set_params(max_size=7), SymbolicClassifier(SymbolicRegressor())
     refused("Write max_size=9", model.set_params, maxsize=9)
     refused("Did you mean max_size=?", model.set_params, max_siz=9)
-    assert model.max_size == 7
-    assert one.set_params(search__max_size=5).search.max_size == 5
+    assert model.max_size == 7 and one.set_params(search__max_size=5).search.max_size == 5
     refused("search=SymbolicRegressor", one.set_params, max_size=3)
     refused("Write max_size=3", one.set_params, search__maxsize=3)
     refused("Use search, random_state", SymbolicClassifier, wild=3)
@@ -272,8 +266,7 @@ def test_parameters_are_set_by_our_names():
 @pytest.mark.parametrize(
     ("loss", "ours"),
     [
-        ("mean absolute error", "loss='mae'"),
-        ("log loss", "SymbolicClassifier"),
+        *(("mean absolute error", "loss='mae'"), ("log loss", "SymbolicClassifier")),
         ("spearman", "no sums over rows"),
         ("loss(prediction, target) = (prediction - target)^2", "loss='(f - y)^2'"),
         ("my_loss(x, z, weights) = weights * abs(x - z)", "loss='w * abs(f - y)'"),
@@ -307,14 +300,12 @@ def test_texts_in_a_column_may_name_groups(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("meant", "settings"),
     [
-        ("square", {"operators": ["sqare"]}),
-        ("count", {"constraints": {"counts": {"sin": 1}}}),
+        *(("square", {"operators": ["sqare"]}), ("count", {"constraints": {"counts": {"sin": 1}}})),
         ("depth", {"constraints": {"dept": 3}}),
         ("increasing", {"constraints": {"monotonic": {"mass": "increase"}}}),
         ("mass", {"constraints": {"monotonic": {"mas": "increasing"}}}),
         ("prediction", {"model_selection": "predictions"}),
-        ("length", {"units": {"lenght": "m", "mass": "kg"}}),
-        ("mass", {"group": "Mass"}),
+        *(("length", {"units": {"lenght": "m", "mass": "kg"}}), ("mass", {"group": "Mass"})),
     ],
 )
 def test_the_name_that_was_meant_is_said(meant, settings):
@@ -404,8 +395,7 @@ def test_formulas_of_a_search_are_a_sequence(found):
 
 
 def test_rows_are_taken_as_of_a_sequence_and_columns_from_the_frame():
-    assert TABLE[-1].complexity == 3
-    assert [each.complexity for each in TABLE[1:]] == [2, 3]
+    assert TABLE[-1].complexity == 3 and [each.complexity for each in TABLE[1:]] == [2, 3]
     assert [each.complexity for each in TABLE] == [1, 2, 3]
     for columns in ("loss", ["loss", "score"]):
         refused("to_pandas", TABLE.__getitem__, columns)
@@ -437,10 +427,8 @@ def test_the_table_is_latex_and_csv_that_a_frame_reads(tmp_path):
     lines = TABLE.latex_table().splitlines()
     assert lines[0] == r"\begin{tabular}{rrrrrl}"
     assert lines[2] == r"size & loss & held out & score & length & equation \\"
-    assert lines[4].endswith(r"& $2 \cdot x_1$ \\")
-    assert len(lines) == 3 + 5 + 1
+    assert lines[4].endswith(r"& $2 \cdot x_1$ \\") and len(lines) == 3 + 5 + 1
     read = pd.read_csv(io.StringIO(text))
     assert read["complexity"].tolist() == [1, 2, 3]
     assert read["loss"].tolist() == [1.0, 0.5, 1.0 / 3.0]
-    assert read["equation"].tolist() == ['x1, "2"'] * 3
-    assert read["r2"].isna().all()
+    assert read["equation"].tolist() == ['x1, "2"'] * 3 and read["r2"].isna().all()

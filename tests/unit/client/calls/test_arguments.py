@@ -52,8 +52,7 @@ def test_an_array_without_axes_is_its_element(client, data):
     np.testing.assert_array_equal(found, 2.0 * wanted.reshape(-1, 1))
     settings = {"bounds": (np.array(0.0), np.array(3.0)), "fixed": np.array(True)}
     fit = build_fit(data, ["p1*x1 + p2"], None, settings).settings
-    assert fit.lower.tolist() == [0.0, 0.0]
-    assert fit.upper.tolist() == [3.0, 3.0]
+    assert fit.lower.tolist() == [0.0, 0.0] and fit.upper.tolist() == [3.0, 3.0]
     assert fit.fixed.tolist() == [True, True]
     assert client.upload(FRAME, np.array("b")).names == ("a",)
     assert client.upload(X, X[:, 0], names=None).content_id == data.content_id
@@ -100,8 +99,7 @@ def test_names_are_texts_with_an_order(client):
     ):
         for take in (
             lambda names: client.upload(X, X[:, 0], names=names),
-            lambda names: warpfit.parse("a", names),
-            warpfit.parse("x1 + x2").latex,
+            *(lambda names: warpfit.parse("a", names), warpfit.parse("x1 + x2").latex),
             warpfit.parse("x1 + x2").to_numpy,
         ):
             refused("names is", take, names)
@@ -112,15 +110,12 @@ def test_names_are_texts_with_an_order(client):
     [
         lambda client: client.upload(X, names=["a", HALF]),
         lambda client: client.upload(pd.DataFrame(X, columns=pd.Index(["a", HALF], dtype=object))),
-        lambda client: client.upload(FRAME, HALF),
-        lambda client: client.upload(FRAME, x=[HALF]),
-        lambda client: client.upload(f"/tmp/{HALF}.parquet"),
-        lambda client: client.open(HALF),
+        *(lambda client: client.upload(FRAME, HALF), lambda client: client.upload(FRAME, x=[HALF])),
+        *(lambda client: client.upload(f"/tmp/{HALF}.parquet"), lambda client: client.open(HALF)),
         lambda client: client.open("a.parquet", y=HALF),
         lambda client: client.evaluate(client.upload(X, X[:, 0]), HALF),
         lambda client: client.evaluate(client.upload(X, X[:, 0]), "x1", loss=HALF),
-        lambda client: parse("x1", [HALF]) and parse(HALF),
-        lambda client: parse("q", [HALF]),
+        *(lambda client: parse("x1", [HALF]) and parse(HALF), lambda client: parse("q", [HALF])),
         lambda client: warpfit.connect(HALF),
         lambda client: warpfit.connect("127.0.0.1:1", token=HALF),
     ],
@@ -148,14 +143,12 @@ def evaluate(*arguments, **options):
 CASES = {
     "needs a target": lambda c, d: c.evaluate(c.upload(X), "x1", loss="mse"),
     "needs a target ": lambda c, d: c.evaluate(c.upload(X), "x1", correlation=True),
-    "'sloppy'": evaluate(precision="sloppy"),
-    "rows is slice": evaluate(rows=slice(0, 10, 2)),
+    **{"'sloppy'": evaluate(precision="sloppy"), "rows is slice": evaluate(rows=slice(0, 10, 2))},
     "row range 0:61 does not fit": evaluate(rows=(0, 61)),
     "timeout 0.0 is not positive": evaluate(timeout=0),
     "numbers stand where .* client.upload": evaluate(X),
     "double precision is not supported.*auto": lambda c, d: c.upload(X, dtype="double precision"),
-    "client.upload": lambda c, d: c.evaluate(X, ["x1"]),
-    "loss='abs": evaluate(loss=np.mean),
+    **{"client.upload": lambda c, d: c.evaluate(X, ["x1"]), "loss='abs": evaluate(loss=np.mean)},
     "Convert text": lambda c, d: c.upload(X, ["a"] * len(X)),
     "Give one number for each row of X": lambda c, d: c.upload(X, X[1:, 0]),
     "no keyword 'los'. Did you mean loss": evaluate(los="mse"),
@@ -163,8 +156,7 @@ CASES = {
     "Did you mean tolerance": lambda c, d: c.simplify(d, ["x1"], tolerence=0.1),
     "no keyword 'columns'": lambda c, d: c.open("a.parquet", columns=["a"]),
     r"rows is array\(\[ True[^\n]{,60}\.\.\. Give": evaluate(rows=np.ones(60, bool)),
-    r"rows is \(0.0, 5": evaluate(rows=(0.0, 5.5)),
-    "timeout is '5'": evaluate(timeout="5"),
+    **{r"rows is \(0.0, 5": evaluate(rows=(0.0, 5.5)), "timeout is '5'": evaluate(timeout="5")},
     "no vector of numbers: 1.0": evaluate(list(BOTH), [1.0, 2.0]),
     "codes .* of dtype int64": evaluate(Population(np.array([1]), np.zeros(1), np.ones(1, U4))),
     "values .* of dtype float32": evaluate(
@@ -191,12 +183,10 @@ CASES = {
     "visible ASCII": lambda c, d: warpfit.connect("localhost:1", token="a\nb"),
     "retry is 3": lambda c, d: warpfit.connect("a:1", retry=3),
     "transport is {}": lambda c, d: warpfit.connect("a:1", transport={}),
-    "LOSS_MISSING": evaluate(gradient=True),
-    "LOSS_MISSING ": evaluate(linear_scaling=True),
+    **{"LOSS_MISSING": evaluate(gradient=True), "LOSS_MISSING ": evaluate(linear_scaling=True)},
     "SCALING_UNDEFINED": evaluate(loss="huber", linear_scaling=True),
     "CONFLICTING_OUTPUTS": evaluate(loss="mse", linear_scaling=True, gradient=True),
-    "EXPECTED_OPERAND": evaluate(loss="abs("),
-    "UNKNOWN_NAME": evaluate(loss="abs(z)"),
+    **{"EXPECTED_OPERAND": evaluate(loss="abs("), "UNKNOWN_NAME": evaluate(loss="abs(z)")},
     "BAD_LOSS.*p1": lambda c, d: LossFunction.parse("p1*d"),
     "BAD_LOSS.*x4": lambda c, d: LossFunction.parse("x4*d"),
     "BAD_ENUM.*median": lambda c, d: LossFunction.parse("d", "median"),
@@ -217,8 +207,7 @@ CASES = {
     "needs a target  ": lambda c, d: c.propose(c.upload(X), ["p1*x1"]),
     "a list of skeletons": lambda c, d: c.propose(d, {"p1*x1", "p1*x2"}),
     # Names that other packages have for it, and slips.
-    "Write parameters=": fit(p0=[1]),
-    "Write seed=": lambda c, d: c.search(d, random_state=1),
+    **{"Write parameters=": fit(p0=[1]), "Write seed=": lambda c, d: c.search(d, random_state=1)},
     "Write counts=, nesting=": lambda c, d: c.search(d, constraints={}),
     "Use held_out, loss, ": lambda c, d: c.propose(d, ["x1"], p0=1),
     "Did you mean weights=": lambda c, d: c.upload(X, weight=[1]),
@@ -227,8 +216,7 @@ CASES = {
     "timeout= to each call": lambda c, d: warpfit.connect_async(timeout=1),
     "Did you mean address=": lambda c, d: warpfit.connect(adress="h:1"),
     r'local\("--devices", "cpu"\)': lambda c, d: warpfit.local(devices="cpu"),
-    "weights= to upload": fit(sigma=[1]),
-    "max_iterations=": fit(maxfev=9),
+    **{"weights= to upload": fit(sigma=[1]), "max_iterations=": fit(maxfev=9)},
     "from_deap": evaluate(operators={"a": "b"}),
     "seconds=": lambda c, d: c.search(d, max_seconds=3),
     "without np, such as exp": evaluate(["np.exp(x1)"]),
@@ -275,15 +263,11 @@ def made(kind):
 NUMBERS = {
     **dict.fromkeys(("max_iterations", "restarts", "seed"), (fits, np.inf, 5.5)),
     **dict.fromkeys(("gradient_tolerance", "loss_tolerance", "step_tolerance"), (fits, np.inf)),
-    "intervals": (fits, 1.0),
-    "held_out": (proposes, 1.0),
-    "restarts ": (proposes, np.inf, 1.5),
+    **{"intervals": (fits, 1.0), "held_out": (proposes, 1.0), "restarts ": (proposes, np.inf, 1.5)},
     "tolerance": (lambda c, d, **number: c.simplify(d, ["x1"], **number),),
     "level": (lambda c, d, level: c.optimize(d, "p1*x1", covariance=True).band(X, level=level),),
-    "sigma": (made(losses.gaussian), 0),
-    "delta": (made(losses.huber), 0),
-    "q": (made(losses.quantile), 1.0),
-    "wait": (made(partial(warpfit.connect, "a:1")),),
+    **{"sigma": (made(losses.gaussian), 0), "delta": (made(losses.huber), 0)},
+    **{"q": (made(losses.quantile), 1.0), "wait": (made(partial(warpfit.connect, "a:1")),)},
     "replicas": (made(partial(warpfit.connect, "a:1")), 0, 1.5),
     **dict.fromkeys(("jitter", "total_seconds"), (made(RetryPolicy),)),
     "keepalive_seconds": (made(TransportConfig), np.inf),
@@ -312,11 +296,9 @@ def parsed(*texts):
 def test_the_same_programs_are_joined_once_and_others_are_another_batch(place):
     cache, programs = PopulationCache(), parsed(*TEXTS)
     first = cache.of(programs)
-    assert list(first) == programs
-    assert cache.of(list(programs)) is first
+    assert list(first) == programs and cache.of(list(programs)) is first
     other = [*programs[:place], parse("exp(x1)"), *programs[place + 1 :]]
-    assert list(cache.of(other)) == other
-    assert list(cache.of(programs[:3])) == programs[:3]
+    assert list(cache.of(other)) == other and list(cache.of(programs[:3])) == programs[:3]
     programs[place] = parse("exp(x1)")  # in the list that was cached
     assert list(cache.of(programs)) == programs
 
@@ -337,8 +319,7 @@ def test_only_the_last_small_batches_are_kept(monkeypatch):
 @pytest.mark.parametrize(
     ("entries", "counts", "numbers", "count", "leading_axis"),
     [
-        (None, [0, 0], [], 1, False),
-        ([[], [1, 2]], [0, 2], [1, 2], 1, False),
+        *((None, [0, 0], [], 1, False), ([[], [1, 2]], [0, 2], [1, 2], 1, False)),
         ([np.array([1], np.float32), (2, 3)], [1, 2], [1, 2, 3], 1, False),
         ([[[1], [2]], [3]], [1, 1], [1, 2, 3, 3], 2, True),
         ([np.ones((1, 2)), np.ones((1, 0))], [2, 0], [1, 1], 1, True),
@@ -349,8 +330,7 @@ def test_only_the_last_small_batches_are_kept(monkeypatch):
 )
 def test_parameter_vectors_of_every_kind(entries, counts, numbers, count, leading_axis):
     vectors = ParameterVectors.of(2 if entries is None else len(entries), entries)
-    assert vectors.counts.tolist() == counts
-    assert vectors.counts.dtype == np.uint32
+    assert vectors.counts.tolist() == counts and vectors.counts.dtype == np.uint32
     np.testing.assert_array_equal(vectors.numbers, numbers)
     assert vectors.numbers.dtype == np.float64
     assert (vectors.count, vectors.leading_axis) == (count, leading_axis)
@@ -423,10 +403,8 @@ class Tensor:
 
 DECIMALS = pd.ArrowDtype(pa.decimal128(30, 2))
 TAKEN = {
-    "CuPy": (OnDevice("get"), [1, 2]),
-    "Numba's device": (OnDevice("copy_to_host"), [1, 2]),
-    "DLPack": (OnHost(), [1, 2]),
-    "PyTorch": (Tensor(), [1, 2]),
+    **{"CuPy": (OnDevice("get"), [1, 2]), "Numba's device": (OnDevice("copy_to_host"), [1, 2])},
+    **{"DLPack": (OnHost(), [1, 2]), "PyTorch": (Tensor(), [1, 2])},
     "booleans": ([True, False], [1, 0]),
     "wide": (np.array([1.5, np.inf], np.longdouble), [1.5, math.inf]),
     "NaN and infinity": ([math.nan, -math.inf], [math.nan, -math.inf]),
@@ -439,31 +417,21 @@ TAKEN = {
 }
 MISSING = {
     "masked": np.ma.array([1.0, 2.0], mask=[False, True]),
-    "masked constant": [1.0, np.ma.masked],
-    "lazily masked": Lazy(),
-    "mask beside": Annotated(),
-    "None": [1.0, None],
-    "NA": [1.0, pd.NA],
-    "NaT": [1.0, pd.NaT],
+    **{"masked constant": [1.0, np.ma.masked], "lazily masked": Lazy(), "mask beside": Annotated()},
+    **{"None": [1.0, None], "NA": [1.0, pd.NA], "NaT": [1.0, pd.NaT]},
     "nullable": pd.Series([1, None], dtype="Int64"),
     "decimals of Arrow in pandas": pd.Series([1, None], dtype=DECIMALS),
 }
 NO_NUMBERS = {
-    "text": ["1", "2"],
-    "bytes": np.array([1.0, b"2"], dtype=object),
-    "complex": [1.0, 2j],
+    **{"text": ["1", "2"], "bytes": np.array([1.0, b"2"], dtype=object), "complex": [1.0, 2j]},
     "dates": np.array(["2020", "2021"], "datetime64[Y]"),
     "durations": np.array([np.timedelta64(1, "s"), 1.0], dtype=object),
-    "categories": pd.Series([1, 2]).astype("category"),
-    "ragged": [[1.0], [1.0, 2.0]],
-    "records": np.zeros(2, dtype=[("a", "f8")]),
-    "a dict": {"a": 1.0},
+    **{"categories": pd.Series([1, 2]).astype("category"), "ragged": [[1.0], [1.0, 2.0]]},
+    **{"records": np.zeros(2, dtype=[("a", "f8")]), "a dict": {"a": 1.0}},
 }
 BEYOND = {
-    "huge decimal": [Decimal("1e400"), 1],
-    "huge integer": [1, 10**400],
-    "tiny decimal": [Decimal("1e-400")],
-    "wide float": np.array([1, np.longdouble("1e400")]),
+    **{"huge decimal": [Decimal("1e400"), 1], "huge integer": [1, 10**400]},
+    **{"tiny decimal": [Decimal("1e-400")], "wide float": np.array([1, np.longdouble("1e400")])},
 }
 REFUSED = {
     **{name: (data, "MISSING_VALUE") for name, data in MISSING.items()},
@@ -505,8 +473,7 @@ def test_the_row_is_named(given, row):
 
 #: What has no order, or can be read only once: NumPy takes it for one object.
 UNORDERED = {
-    "generator": lambda: (value for value in (1.0, 2.0)),
-    "set": lambda: {1.0, 2.0},
+    **{"generator": lambda: (value for value in (1.0, 2.0)), "set": lambda: {1.0, 2.0}},
     "dict": lambda: {"p1": 1.0, "p2": 2.0},
     "dict_values": lambda: {"a": 1.0, "b": 2.0}.values(),
 }

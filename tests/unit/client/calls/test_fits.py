@@ -46,8 +46,7 @@ def test_a_fit_has_the_shapes_and_names_that_it_promises(client, data):
     assert fit.reason[1] is Reason.GRADIENT
     assert (fit.x, fit.fun) == (fit.parameters, fit.loss)  # SciPy's names
     assert (fit.nit, fit.nfev) == (fit.iterations, fit.evaluations)
-    assert fit.success.tolist() == [True, True]
-    assert seen
+    assert fit.success.tolist() == [True, True] and seen
     assert {progress.searches for progress in seen} == {2}
 
 
@@ -143,8 +142,7 @@ def test_a_formula_of_several_is_named(client, data):
 def test_a_search_that_could_not_begin_says_what_to_do(client, data):
     fit = client.optimize(data, ["log(-x1)*p1", "p1*x1"])
     assert fit.reason[0] is Reason.NOT_FINITE
-    assert fit.hint.startswith("1 search could not begin")
-    assert fit.hint in repr(fit)
+    assert fit.hint.startswith("1 search could not begin") and fit.hint in repr(fit)
     assert 'restarts=8, missing="drop", or other units' in fit.hint
     fit = client.optimize(data, "log(-x1)*p1", missing="drop", restarts=1)
     assert fit.hint.endswith("finite in all rows, or other units")  # not what is given already
@@ -204,8 +202,7 @@ def test_fits_show_formulas_r2_and_standard_errors(client):
     ("dtype", "remedy", "stalled", "what"),
     [
         ("float32", 'upload with dtype="float64"', 1, "1 search has"),
-        ("float64", "other starts", 3, "3 searches have"),
-        ("float64", "", 0, ""),
+        *(("float64", "other starts", 3, "3 searches have"), ("float64", "", 0, "")),
     ],
 )
 def test_fits_that_stalled_say_what_helps(client, dtype, remedy, stalled, what):
@@ -215,8 +212,7 @@ def test_fits_that_stalled_say_what_helps(client, dtype, remedy, stalled, what):
     fit = dataclasses.replace(fit, reason=reasons)
     assert fit.hint == "" if not stalled else what in fit.hint and remedy in fit.hint
     assert fit.success.tolist() == [False] * stalled + [True] * (4 - stalled)
-    assert str(fit).endswith(fit.hint)
-    assert len(str(fit).splitlines()) == 5 + bool(stalled)
+    assert str(fit).endswith(fit.hint) and len(str(fit).splitlines()) == 5 + bool(stalled)
     assert not stalled or f"<p>{html.escape(fit.hint)}</p>" in fit._repr_html_()
 
 
@@ -246,8 +242,7 @@ def test_many_expressions_come_without_standard_errors_unless_asked_for(client):
     data = client.upload(ROWS, ROWS[:, 0], dtype="float64")
     assert client.optimize(data, ["p1"] * 21, [[1.0]] * 21).standard_errors is None
     fit = client.optimize(data, ["p1"] * 21, [[1.0]] * 21, standard_errors=True)
-    assert len(fit.standard_errors) == 21
-    assert str(fit).endswith("... and 1 more row")
+    assert len(fit.standard_errors) == 21 and str(fit).endswith("... and 1 more row")
     table = TextTable(("a",), [("<b>",)] * 25).html()
     assert (table.count("&lt;b&gt;"), table.count("<b>")) == (20, 0)
     assert numbers([1.0, 2.123456789]) == "1, 2.1235"
@@ -260,8 +255,7 @@ def test_errors_of_the_server_point_into_the_expression(client, call):
     ask, texts = getattr(client, call), ["age", "sin(age) + 2*p2"]
     error = refused("PARAMETER_OUT_OF_RANGE", ask, data, texts, [[], [1.0]], loss="mse")
     *_, text, caret = str(error).splitlines()
-    assert text.strip() == "sin(age) + 2*p2"
-    assert text.index("p2") == caret.index("^")
+    assert text.strip() == "sin(age) + 2*p2" and text.index("p2") == caret.index("^")
     error = refused(r"x3\n +\^", ask, data, "age * x3", [], loss="mse")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
@@ -272,13 +266,10 @@ def test_whatever_calls_return_prints_as_a_small_table(client):
     answer = client.run(data, ["p1*x1", "x2"] * 40, [[1.0], []] * 40, loss="mse", **outputs)
     fit = client.optimize(data, ["p1*x1", "x2"] * 40, [[1.0], []] * 40)
     for shown in (answer, answer.reductions, fit, client.info(), answer.timings):
-        assert repr(shown) == str(shown)
-        assert len(repr(shown)) < 4_000
-        assert repr(shown).count("\n") <= 23
-        assert shown._repr_html_().startswith("<table>")
+        assert repr(shown) == str(shown) and len(repr(shown)) < 4_000
+        assert repr(shown).count("\n") <= 23 and shown._repr_html_().startswith("<table>")
     assert re.search(r"losses +80 +float64 +0, 1, ", repr(answer))
-    assert "80 of 500 x 1" in repr(answer)
-    assert "NumPy reference" in repr(client.info())
+    assert "80 of 500 x 1" in repr(answer) and "NumPy reference" in repr(client.info())
     timings = Timings(decode=1500, compute=2_000_000, tier=Tier.COMPILED, cache_hits=3)
     assert re.search(r"\n *compute +2000\.0\n[\s\S]*tier compiled, cache hits 3$", str(timings))
 

@@ -32,14 +32,12 @@ def test_the_result_is_a_front_with_texts_and_a_callback_may_end_it(client, data
     found = client.search(data, generations=3, progress=seen.append)
     assert found.reason == SearchReason.GENERATIONS
     assert found.texts[1] == str(found.best).replace("x2", "b")
-    assert found.losses[1] < 1e-20 < found.losses[0]
-    assert found.sizes.tolist() == [1, 2]
+    assert found.losses[1] < 1e-20 < found.losses[0] and found.sizes.tolist() == [1, 2]
     assert len(found) == 2
     values = client.evaluate(data, [found.best])[:, 0]
     np.testing.assert_allclose(values, Y)
     assert [one.reason for one in seen] == [None, SearchReason.GENERATIONS]
-    assert "b" in repr(found)
-    assert "ended by generations" in found._repr_html_()
+    assert "b" in repr(found) and "ended by generations" in found._repr_html_()
     found = client.search(data, seconds=1e6, progress=lambda found: found.losses.min() < 1e-20)
     assert (found.reason, found.generations) == (SearchReason.CANCELLED, 0)
     assert client.search(data, formulas=5).reason == SearchReason.FORMULAS
@@ -56,8 +54,7 @@ def test_the_result_is_a_front_with_texts_and_a_callback_may_end_it(client, data
         ("BAD_SETTING", "population", {"population": 0}),
         ("BAD_SETTING", "weight of add", {"operators": {"add": "often"}}),
         ("BAD_SETTING", "variables", {"variables": ["d"]}),
-        ("BAD_SETTING", "group", {"group": "d"}),
-        ("BAD_SETTING", "counts", {"counts": ["exp"]}),
+        *(("BAD_SETTING", "group", {"group": "d"}), ("BAD_SETTING", "counts", {"counts": ["exp"]})),
         ("BAD_SETTING", "nesting", {"nesting": {"exp": 1}}),
         ("BAD_SETTING", "definitions", {"definitions": {"bump": 3}}),
         ("BAD_SETTING", "definitions", {"definitions": {7: "a*b"}}),
@@ -67,8 +64,7 @@ def test_the_result_is_a_front_with_texts_and_a_callback_may_end_it(client, data
         ("BAD_SETTING", "arguments of pow", {"arguments": {"pow": 1}}),
         ("BAD_SETTING", "units", {"target_unit": "m"}),
         ("UNKNOWN_UNIT", "units of a", {"units": {"a": "parsnips/day?"}}),
-        ("BAD_ENUM", "form", {"form": "round"}),
-        ("BAD_SETTING", "progress", {"progress": 3}),
+        *(("BAD_ENUM", "form", {"form": "round"}), ("BAD_SETTING", "progress", {"progress": 3})),
     ],
 )
 def test_a_mistake_in_a_call_is_named(reason, field, options):
@@ -137,12 +133,10 @@ def test_a_search_goes_on_from_its_front_with_what_is_left_of_the_budget():
     first = ["sin(p1*x1)"]
     assert texts == [None, None, first, first, first, [*first, "x2"][::-1]]
     assert server.requests[2].guesses.parameters.tolist() == [2.0]
-    assert found.interruptions == 2
-    assert found.reason == SearchReason.TIME
+    assert found.interruptions == 2 and found.reason == SearchReason.TIME
     assert (found.seconds, found.generations, found.tried, found.fits) == (10.0, 100, 1_000, 7)
     assert found.losses.tolist() == [9.0, 5.0, 1.0]  # of size 4 there was nothing better
-    assert found.sizes.tolist() == [1, 2, 3]
-    assert "interrupted 2 times" in repr(found)
+    assert found.sizes.tolist() == [1, 2, 3] and "interrupted 2 times" in repr(found)
 
 
 def test_guesses_of_the_caller_stay_and_formulas_of_a_plain_search_are_whole():
@@ -157,8 +151,7 @@ def test_guesses_of_the_caller_stay_and_formulas_of_a_plain_search_are_whole():
 def test_a_data_set_that_is_removed_meanwhile_is_sent_again():
     gone = warpfit.DatasetNotFoundError()
     server, found = search((FIRST, gone), (LAST, None))
-    assert server.calls.count("UploadVariables") == 2
-    assert found.interruptions == 1
+    assert server.calls.count("UploadVariables") == 2 and found.interruptions == 1
     assert server.requests[1].max_seconds == 4.0
 
 
@@ -194,11 +187,8 @@ def test_the_best_of_scores_is_the_highest():
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("p1 + p2*sin(x1)", "sin(x1)"),
-        ("p2*sin(x1) + p1", "sin(x1)"),
-        ("sin(x1)*p1 + p2", "sin(x1)"),
-        ("p1*x1*p2 + p3", "p1*x1"),
-        ("p1 - x1", "p1 - x1"),
+        *(("p1 + p2*sin(x1)", "sin(x1)"), ("p2*sin(x1) + p1", "sin(x1)")),
+        *(("sin(x1)*p1 + p2", "sin(x1)"), ("p1*x1*p2 + p3", "p1*x1"), ("p1 - x1", "p1 - x1")),
         ("p1", "p1"),
     ],
 )
@@ -251,8 +241,7 @@ def rules(**given):
 @pytest.mark.parametrize(
     "given",
     [
-        {},
-        {"max_generations": 0, "max_seconds": 0.5},
+        *({}, {"max_generations": 0, "max_seconds": 0.5}),
         {"rows": (3, 4), "variables": (2, 0), "group": 1},
         {"guesses": ONE, "units": Units(EXPONENTS)},
         {"units": Units(EXPONENTS, LENGTH, dimensionless_constants=True)},
@@ -280,8 +269,7 @@ WRONG = [
     ("BAD_SETTING", "islands", {"islands": 2**20}),
     ("BAD_SETTING", "population", {"population": 3, "islands": 4}),
     ("BAD_SETTING", "fit_iterations", {"fit_iterations": -1}),
-    ("BAD_SETTING", "seed", {"seed": 2**64}),
-    ("ROWS_OUT_OF_RANGE", "rows", {"rows": (5, 5)}),
+    *(("BAD_SETTING", "seed", {"seed": 2**64}), ("ROWS_OUT_OF_RANGE", "rows", {"rows": (5, 5)})),
     ("ROWS_OUT_OF_RANGE", "rows", {"rows": (0, 21)}),
     ("BAD_SETTING", "operators", {"operators": {}}),
     ("UNKNOWN_OPERATOR", "operators", {"operators": {"plus": 1.0}}),
@@ -291,8 +279,7 @@ WRONG = [
     ("VARIABLE_OUT_OF_RANGE", "variables", {"variables": (-1,)}),
     ("BAD_SETTING", "variables", {"variables": (1, 1)}),
     ("CONFLICTING_SETTINGS", "variables", {"variables": (1, 2), "group": 1}),
-    ("BAD_GROUP", "group", {"group": 3}),
-    ("BAD_SETTING", "max_size", rules(max_size=0)),
+    *(("BAD_GROUP", "group", {"group": 3}), ("BAD_SETTING", "max_size", rules(max_size=0))),
     ("BAD_SETTING", "max_size", rules(max_size=1_001)),
     ("BAD_SETTING", "max_depth", rules(max_depth=-1)),
     ("BAD_SETTING", "complexities of exp", rules(complexities={"exp": 0})),
@@ -308,8 +295,7 @@ WRONG = [
     ("UNSATISFIABLE", "units", {"units": Units(EXPONENTS, MASS_AND_CURRENT, True)}),
     ("UNSATISFIABLE", "units", {"units": Units(EXPONENTS, LENGTH, True), "variables": (1, 2)}),
     ("UNSATISFIABLE", "units", {"units": Units(EXPONENTS, 3 * LENGTH, True), "operators": FEW}),
-    ("BAD_TEMPLATE", "template", template(())),
-    ("BAD_TEMPLATE", "template", template((1,) * 9)),
+    *(("BAD_TEMPLATE", "template", template(())), ("BAD_TEMPLATE", "template", template((1,) * 9))),
     ("BAD_TEMPLATE", "template", template((2, 2))),
     ("BAD_TEMPLATE", "template", template(codes=FORM[:-1], numbers=NUMBERS[:-1])),
     ("BAD_TEMPLATE", "template", template(numbers=NUMBERS[:-1])),

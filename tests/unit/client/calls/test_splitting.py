@@ -22,16 +22,13 @@ STARTS = [[1.0, 0.5], [], [0.1, 0.2, 0.3], [], [1.5], [0.2], []]
 OUTPUTS = [
     {},
     {"loss": "mse", "gradient": True, "variable_gradient": True, "reductions": True},
-    {"jacobian": True, "correlation": True},
-    {"loss": "mse", "linear_scaling": True},
+    *({"jacobian": True, "correlation": True}, {"loss": "mse", "linear_scaling": True}),
 ]
 THREE, FEW_TOKENS = Limits(programs=3), Limits(tokens=12)
 LIMITS = [THREE, FEW_TOKENS, Limits(result_bytes=2_000), Limits(message_bytes=400)]
 
 
 class LimitedServer(testing.InProcessServer):
-    """Refuses what a real server with these limits refuses."""
-
     def __init__(self, limits: Limits) -> None:
         super().__init__()
         self.limits = limits
@@ -103,8 +100,7 @@ def test_errors_of_a_part_name_the_expression_and_one_above_a_limit_is_refused()
         data = client.upload(X, Y)
         with pytest.raises(ProgramError) as caught:
             client.evaluate(data, ["x1"] * 5 + ["x1 + x9", "x1"], loss="mse")
-    assert caught.value.expression == 5
-    assert caught.value.text == "x1 + x9"
+    assert caught.value.expression == 5 and caught.value.text == "x1 + x9"
     with testing.client(LimitedServer(Limits(result_bytes=100))) as client:
         data = client.upload(X, Y)
         with pytest.raises(warpfit.ResourceExhaustedError, match="bytes of results"):
@@ -114,8 +110,7 @@ def test_errors_of_a_part_name_the_expression_and_one_above_a_limit_is_refused()
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.integers(1, 9))
 def test_even_bounds_make_parts_of_about_the_same_weight(weights, parts):
     bounds = even_bounds(np.array(weights, dtype=np.float64), parts)
-    assert (bounds[0], bounds[-1]) == (0, len(weights))
-    assert bounds == sorted(set(bounds))
+    assert (bounds[0], bounds[-1]) == (0, len(weights)) and bounds == sorted(set(bounds))
     assert len(bounds) <= parts + 1
     sums = [sum(weights[a:b]) for a, b in pairwise(bounds)]
     assert max(sums) <= sum(weights) / parts + max(weights)

@@ -32,7 +32,6 @@ TWO = [Program.parameter(0), Program.variable(1)]
 
 @st.composite
 def batches(draw):
-    """Programs with one to three vectors of parameters each."""
     drawn = draw(st.lists(programs(max_tokens=12), min_size=1, max_size=5))
     vectors = draw(st.integers(1, 3))
     sizes = [vectors * program.parameters for program in drawn]
@@ -177,22 +176,15 @@ _ALL = pb.EvaluateResponse(values=bytes(32))
 @pytest.mark.parametrize(
     "messages",
     [
-        [],
-        [_END],
-        [_header(), _END],
-        [_header(), _ALL],
-        [_ALL, _END],
+        *([], [_END], [_header(), _END], [_header(), _ALL], [_ALL, _END]),
         [_header(dtype=9), _ALL, _END],
         [_header(dtype=pb.DTYPE_FLOAT64), pb.EvaluateResponse(values=bytes(64)), _END],
         [_header(rows=5), pb.EvaluateResponse(values=bytes(40)), _END],
-        [_header(), _ALL, _end(tier=77)],
-        [_header(programs=3), _ALL, _END],
-        [_header(vectors=2), _ALL, _END],
-        [_header(), _ALL, _ALL, _END],
+        *([_header(), _ALL, _end(tier=77)], [_header(programs=3), _ALL, _END]),
+        *([_header(vectors=2), _ALL, _END], [_header(), _ALL, _ALL, _END]),
         [_header(), pb.EvaluateResponse(values=bytes(33)), _END],
         [_header(), pb.EvaluateResponse(values=bytes(16), offset=16), _END],
-        [_header(), _ALL, _end(losses=8)],
-        [_header(), _ALL, _end(gradients=24)],
+        *([_header(), _ALL, _end(losses=8)], [_header(), _ALL, _end(gradients=24)]),
     ],
 )
 def test_a_broken_answer_is_an_internal_error(messages):
@@ -218,8 +210,7 @@ GONE = codec.error_to_status(errors.DatasetNotFoundError())
 @pytest.mark.parametrize(
     ("status", "kind", "detail"),
     [
-        ("UNKNOWN", errors.InternalError, None),
-        ("UNAVAILABLE", errors.UnavailableError, None),
+        *(("UNKNOWN", errors.InternalError, None), ("UNAVAILABLE", errors.UnavailableError, None)),
         ("DEADLINE_EXCEEDED", errors.DeadlineExceededError, None),
         ("NOT_FOUND", errors.DatasetNotFoundError, b"\xff\xff\xff"),
         # A call whose time ends as its answer arrives has the details of another status.
@@ -520,11 +511,8 @@ def test_what_is_left_out_has_its_default_and_operators_may_be_codes():
 @pytest.mark.parametrize(
     ("field", "wrong"),
     [
-        ("content_id", b"short"),
-        ("loss", 77),
-        ("form", 77),
-        ("units", pb.SearchUnits(variables=b"123")),
-        ("guesses", pb.Programs(values=b"123")),
+        *(("content_id", b"short"), ("loss", 77), ("form", 77)),
+        *(("units", pb.SearchUnits(variables=b"123")), ("guesses", pb.Programs(values=b"123"))),
     ],
 )
 def test_a_broken_request_is_refused(field, wrong):
@@ -568,11 +556,8 @@ STRANGE = search_codec.progress_to_bytes(
 @pytest.mark.parametrize(
     "messages",
     [
-        [],
-        [pb.SearchResponse()],
-        [pb.SearchResponse(end=pb.END_TIME)],
-        [pb.SearchResponse(end=77)],
-        [pb.SearchResponse(front=pb.Front(sizes=b"1234"))],
+        *([], [pb.SearchResponse()], [pb.SearchResponse(end=pb.END_TIME)]),
+        *([pb.SearchResponse(end=77)], [pb.SearchResponse(front=pb.Front(sizes=b"1234"))]),
         [pb.SearchResponse(front=pb.Front(programs=pb.Programs(codes=b"\1", values=bytes(8))))],
         [pb.SearchResponse.FromString(STRANGE)],
         [pb.SearchResponse.FromString(codec.result_end(Timings()))],

@@ -53,7 +53,6 @@ def columns_of(rows, dtypes=("f8",) * 5):
 
 
 def frames(columns, tmp_path):
-    """The same table in every form that can be read twice."""
     table = pa.table(columns)
     path = tmp_path / "table.parquet"
     parquet.write_table(table, path, row_group_size=13)
@@ -61,23 +60,19 @@ def frames(columns, tmp_path):
         "pandas": pd.DataFrame(columns),
         "pandas, one block": pd.DataFrame(np.stack(list(columns.values()), axis=1), columns=NAMES),
         "pandas, nullable": pd.DataFrame(columns).convert_dtypes(),
-        "polars": pl.DataFrame(columns),
-        "arrow": table,
+        **{"polars": pl.DataFrame(columns), "arrow": table},
         "arrow, chunks": pa.Table.from_batches(table.to_batches(5)),
-        "record batch": table.combine_chunks().to_batches()[0],
-        "path": path,
+        **{"record batch": table.combine_chunks().to_batches()[0], "path": path},
         "text path": str(path),
     }
 
 
 def streams(columns):
-    """The same table in every form that can be read once."""
     table = pa.table(columns)
     batches = table.to_batches(5)
     return {
         "reader": pa.RecordBatchReader.from_batches(table.schema, batches),
-        "batches": iter(batches),
-        "frames": (pl.from_arrow(batch) for batch in batches),
+        **{"batches": iter(batches), "frames": (pl.from_arrow(batch) for batch in batches)},
         "pandas chunks": (batch.to_pandas() for batch in batches),
     }
 
@@ -154,16 +149,14 @@ THREE = [1.0, 2.0, 3.0]
         ("NOT_NUMBERS: row 1 of X .*'sNaN'. in p", [[[1.0], [Decimal("sNaN")]]]),
         ("MISSING_VALUE: .*column 'a' has no value in row 1", [pl.DataFrame({"a": [1, None]})]),
         ("MISSING_VALUE: .*row 2", [pa.table({"a": [1, 2, None]})]),
-        ("EMPTY_DATASET: .*0 rows", [pl.DataFrame({})]),
-        ("EMPTY_DATASET: .*0 rows", [iter([])]),
+        *(("EMPTY_DATASET: .*0 rows", [pl.DataFrame({})]), ("EMPTY_DATASET: .*0 rows", [iter([])])),
         ("OVERFLOW: .*row 0", [pl.DataFrame({"a": [1e300] * 3})]),
         ("BAD_SHAPE", [pl.DataFrame({"a": THREE}), [1.0, 2.0]]),
         ("UNKNOWN_COLUMN", [pl.DataFrame({"a": THREE}), "b"]),
         ("UNKNOWN_COLUMN", [pd.DataFrame({0: THREE}), "a"]),
         ("UNKNOWN_COLUMN", [np.ones((3, 2)), None, None, ["a"]]),
         ("UNKNOWN_COLUMN", [pa.table([THREE, THREE], ["a", "a"]), None, None, ["a"]]),
-        ("NAME_MISMATCH", [pa.table([THREE, THREE], ["a", "a"])]),
-        ("BAD_FILE", ["data.csv"]),
+        *(("NAME_MISMATCH", [pa.table([THREE, THREE], ["a", "a"])]), ("BAD_FILE", ["data.csv"])),
     ],
 )
 def test_what_is_no_table_of_numbers_is_refused(why, arguments):
@@ -213,7 +206,6 @@ Y = np.arange(6.0)
 
 
 def content_id_by_hand(dtype, X, y, weights, names):
-    """The rule of evaluator.proto, written down a second time."""
     code, letter = {"float32": (1, "f"), "float64": (2, "d")}[dtype]
     digest = hashlib.sha256(b"warpfit.dataset.v1\n")
     digest.update(bytes([code, y is not None, weights is not None]))
@@ -268,8 +260,7 @@ def test_numbers_too_large_for_float32_are_refused(row, number, place, name):
     columns[(row + 1) % ROWS, : 20 if place == 20 else place + 1] = np.nan
     X, y, w = columns[:, :19], columns[:, 19], columns[:, 20]
     error = refused(f"OVERFLOW: .*row {row} ", Dataset.of, X, y, w)
-    assert error.field == name
-    assert "float64" in error.remedy
+    assert error.field == name and "float64" in error.remedy
     Dataset.of(X, y, w, dtype="float64")
 
 
@@ -295,11 +286,8 @@ TIMES = 1.7e9 + 1000 * SPREAD
 @pytest.mark.parametrize(
     ("column", "loses"),
     [
-        (TIMES, True),
-        (np.where(SPREAD < 0.5, np.nan, TIMES), True),
-        (1e-47 * SPREAD, True),
-        (1e-33 * SPREAD, False),
-        (np.arange(16_000_000, 16_001_000), False),
+        *((TIMES, True), (np.where(SPREAD < 0.5, np.nan, TIMES), True), (1e-47 * SPREAD, True)),
+        *((1e-33 * SPREAD, False), (np.arange(16_000_000, 16_001_000), False)),
         (TIMES.astype(np.float32), False),
     ],
 )
@@ -375,11 +363,9 @@ def client():
 @pytest.mark.parametrize(
     ("text", "parameters", "named"),
     [
-        ("1e39*x1/1e39", [], r"1e\+39"),
-        ("x1 + 1e-50*(x1/1e-50)", [], "1e-50"),
+        *(("1e39*x1/1e39", [], r"1e\+39"), ("x1 + 1e-50*(x1/1e-50)", [], "1e-50")),
         ("(1e30*x1)^2/1e60", [], r"of expression 0, which reaches 1e\+60"),
-        ("p1*x1/p2", [1e40, 1e40], "p1"),
-        (PLANCK, [4000.0], r"e-34|\^ 3"),
+        *(("p1*x1/p2", [1e40, 1e40], "p1"), (PLANCK, [4000.0], r"e-34|\^ 3")),
     ],
 )
 def test_expressions_are_warned_of_by_name(client, text, parameters, named):
@@ -421,8 +407,7 @@ def test_results_that_only_float32_makes_infinite_are_warned_of_once(client, tex
     for population in (list(batch), batch, texts * 4):  # nobody has written these
         assert warned_of(data.warn_of_range, population, *whole[1:]) == []
     (found,) = warned_of(data.warn_of_range, *whole)
-    assert "of expression 2, which reaches" in found
-    assert 'dtype="float64"' in found
+    assert "of expression 2, which reaches" in found and 'dtype="float64"' in found
     assert warned_of(data.warn_of_range, *whole) == []
     double = client.upload(SPAN, SPAN[:, 0], dtype="float64")
     assert warned_of(double.warn_of_range, *whole) == []
@@ -453,8 +438,7 @@ def test_only_what_a_person_wrote_is_looked_at_and_not_for_ever(client, monkeypa
 @pytest.mark.parametrize(
     ("x", "y", "wanted"),
     [
-        (SPAN, SPAN[:, 0], "float32"),
-        (1e14 * SPAN, SPAN[:, 0], "float64"),
+        *((SPAN, SPAN[:, 0], "float32"), (1e14 * SPAN, SPAN[:, 0], "float64")),
         ((1e14 * SPAN).astype(np.float32), SPAN[:, 0], "float64"),
         (1.7e9 + SPAN, SPAN[:, 0], "float64"),
     ],

@@ -16,41 +16,25 @@ from warpfit.ops import CONSTANT, VARIABLE
 from warpfit.parse import MACROS, STANDARD
 
 MEANINGS = {
-    "asinh": np.arcsinh,
-    "acosh": np.arccosh,
-    "atanh": np.arctanh,
-    "sec": lambda a: 1 / np.cos(a),
-    "csc": lambda a: 1 / np.sin(a),
-    "cot": lambda a: 1 / np.tan(a),
-    "sech": lambda a: 1 / np.cosh(a),
-    "csch": lambda a: 1 / np.sinh(a),
-    "coth": lambda a: 1 / np.tanh(a),
+    **{"asinh": np.arcsinh, "acosh": np.arccosh, "atanh": np.arctanh},
+    **{"sec": lambda a: 1 / np.cos(a), "csc": lambda a: 1 / np.sin(a)},
+    **{"cot": lambda a: 1 / np.tan(a), "sech": lambda a: 1 / np.cosh(a)},
+    **{"csch": lambda a: 1 / np.sinh(a), "coth": lambda a: 1 / np.tanh(a)},
     # Of the limits at infinity; NumPy's own has NaN there.
     "sinc": lambda a: np.where(a == 0, 1, np.where(np.isinf(a), 0, np.sin(a) / a)),
-    "fmod": np.fmod,
-    "trunc": np.trunc,
-    "copysign": np.copysign,
-    "hypot": np.hypot,
+    **{"fmod": np.fmod, "trunc": np.trunc, "copysign": np.copysign, "hypot": np.hypot},
     "sinpi": np.vectorize(lambda a: float(mpmath.sinpi(a)) if np.isfinite(a) else np.nan),
     "cospi": np.vectorize(lambda a: float(mpmath.cospi(a)) if np.isfinite(a) else np.nan),
-    "deg2rad": np.deg2rad,
-    "rad2deg": np.rad2deg,
-    "asec": lambda a: np.arccos(1 / a),
-    "acsc": lambda a: np.arcsin(1 / a),
-    "acot": lambda a: np.arctan(1 / a),
-    "asech": lambda a: np.arccosh(1 / a),
-    "acsch": lambda a: np.arcsinh(1 / a),
-    "acoth": lambda a: np.arctanh(1 / a),
-    "heaviside": lambda a: np.heaviside(a, 0.5),
-    "clip": np.clip,
-    "exp2": np.exp2,
-    "exp10": lambda a: 10.0**a,
+    **{"deg2rad": np.deg2rad, "rad2deg": np.rad2deg, "asec": lambda a: np.arccos(1 / a)},
+    **{"acsc": lambda a: np.arcsin(1 / a), "acot": lambda a: np.arctan(1 / a)},
+    **{"asech": lambda a: np.arccosh(1 / a), "acsch": lambda a: np.arcsinh(1 / a)},
+    **{"acoth": lambda a: np.arctanh(1 / a), "heaviside": lambda a: np.heaviside(a, 0.5)},
+    **{"clip": np.clip, "exp2": np.exp2, "exp10": lambda a: 10.0**a},
     "softplus": lambda a: np.logaddexp(a, 0),
     "softsign": lambda a: np.where(np.isinf(a), np.sign(a), a / (1 + np.abs(a))),
     "swish": lambda a: np.maximum(a, -1e3) * scipy.special.expit(a),
     "gelu": lambda a: np.maximum(a, -1e3) * scipy.special.ndtr(a),
-    "elu": lambda a: np.where(a > 0, a, np.expm1(a)),
-    "gaussian": lambda a: np.exp(-(a**2)),
+    **{"elu": lambda a: np.where(a > 0, a, np.expm1(a)), "gaussian": lambda a: np.exp(-(a**2))},
     "factorial": lambda a: scipy.special.gamma(a + 1),
 }
 #: Beside ordinary numbers those where a formula overflows, underflows, cancels or has a limit.
@@ -100,8 +84,7 @@ def test_standard_functions_are_what_numpy_and_scipy_compute(name):
     [
         # Of quotients that cancel: digits by Taylor's series, and by 1 / (1 + |a|)^2.
         ("sinc", lambda a: -a / 3 + a**3 / 30 - a**5 / 840),
-        ("softsign", lambda a: 1 / (1 + abs(a)) ** 2),
-        ("asinh", lambda a: 1 / np.hypot(1, a)),
+        *(("softsign", lambda a: 1 / (1 + abs(a)) ** 2), ("asinh", lambda a: 1 / np.hypot(1, a))),
     ],
 )
 def test_derivatives_keep_their_digits_near_zero_and_far_from_it(name, slope):
@@ -162,12 +145,9 @@ def test_names_of_the_standard_functions_in_sympy():
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("sin", "cos(a)", "BAD_NAME"),
-        ("not", "1 - a", "BAD_NAME"),
-        ("loop", "1 + loop(a)", "RECURSION"),
-        ("none", "2 + 3", "BAD_OPERANDS"),
-        ("gap", "a + c", "BAD_OPERANDS"),
-        ("fitted", "p1*a", "UNKNOWN_NAME"),
+        *(("sin", "cos(a)", "BAD_NAME"), ("not", "1 - a", "BAD_NAME")),
+        *(("loop", "1 + loop(a)", "RECURSION"), ("none", "2 + 3", "BAD_OPERANDS")),
+        *(("gap", "a + c", "BAD_OPERANDS"), ("fitted", "p1*a", "UNKNOWN_NAME")),
         ("later", "not_yet(a)", "UNKNOWN_FUNCTION"),
         ("long", "+".join(["a"] * 600), "MACRO_TOO_LONG"),
     ],

@@ -58,12 +58,9 @@ def test_lists_of_mixed_expressions():
         *(
             (f"{reason}: .*expression 1", from_prefix, [["x1"], tree])
             for reason, tree in (
-                ("STACK_LEFTOVERS", ["add", "x1"]),
-                ("STACK_LEFTOVERS", []),
-                ("UNKNOWN_NAME", ["foo", "x1"]),
-                ("UNKNOWN_NODE", ["x1 + x2"]),
-                ("MISSING_VALUE", [None]),
-                ("NOT_NUMBERS", [["x1"]]),
+                *(("STACK_LEFTOVERS", ["add", "x1"]), ("STACK_LEFTOVERS", [])),
+                *(("UNKNOWN_NAME", ["foo", "x1"]), ("UNKNOWN_NODE", ["x1 + x2"])),
+                *(("MISSING_VALUE", [None]), ("NOT_NUMBERS", [["x1"]])),
             )
         ),
         *(
@@ -149,45 +146,26 @@ def test_names_numbers_and_dialects():
 
 #: What the functions compute that mean something else here, or are called otherwise.
 PRINTED = {
-    "cond": lambda a, b: np.where(a > 0, b, 0),
-    "logical_or": lambda a, b: (a > 0) | (b > 0),
-    "logical_and": lambda a, b: (a > 0) & (b > 0),
-    "sinc": np.sinc,
-    "atanh_clip": lambda a: np.arctanh(np.mod(a + 1, 2) - 1),
-    "mult": np.multiply,
-    "plus": np.add,
-    "less": np.less,
-    "greater": np.greater,
-    "greater_equal": np.greater_equal,
-    "less_equal": np.less_equal,
-    "muladd": lambda a, b, c: a * b + c,
+    **{"cond": lambda a, b: np.where(a > 0, b, 0), "logical_or": lambda a, b: (a > 0) | (b > 0)},
+    **{"logical_and": lambda a, b: (a > 0) & (b > 0), "sinc": np.sinc},
+    **{"atanh_clip": lambda a: np.arctanh(np.mod(a + 1, 2) - 1), "mult": np.multiply},
+    **{"plus": np.add, "less": np.less, "greater": np.greater, "greater_equal": np.greater_equal},
+    **{"less_equal": np.less_equal, "muladd": lambda a, b, c: a * b + c},
     # Base.clamp, also where the lower bound is above the upper one.
     "clamp": lambda a, b, c: np.where(a > c, c, np.where(a < b, b, a)),
-    "abs2": np.square,
-    "sqrt_abs": lambda a: np.sqrt(np.abs(a)),
-    "pow_abs": lambda a, b: np.abs(a) ** b,
-    "log_abs": lambda a: np.log(np.abs(a)),
-    "log2_abs": lambda a: np.log2(np.abs(a)),
-    "log10_abs": lambda a: np.log10(np.abs(a)),
+    **{"abs2": np.square, "sqrt_abs": lambda a: np.sqrt(np.abs(a))},
+    **{"pow_abs": lambda a, b: np.abs(a) ** b, "log_abs": lambda a: np.log(np.abs(a))},
+    **{"log2_abs": lambda a: np.log2(np.abs(a)), "log10_abs": lambda a: np.log10(np.abs(a))},
     "log1p_abs": lambda a: np.log1p(np.abs(a)),
-    "acosh_abs": lambda a: np.arccosh(np.abs(a) + 1),
-    "safe_pow": np.power,
-    "safe_log": np.log,
-    "safe_sqrt": np.sqrt,
-    "safe_acosh": np.arccosh,
-    "rem": np.fmod,
+    **{"acosh_abs": lambda a: np.arccosh(np.abs(a) + 1), "safe_pow": np.power, "safe_log": np.log},
+    **{"safe_sqrt": np.sqrt, "safe_acosh": np.arccosh, "rem": np.fmod},
     "mod1": lambda a, b: np.where(np.mod(a, b) == 0, b, np.mod(a, b)),
-    "fld": np.floor_divide,
-    "cld": lambda a, b: -np.floor_divide(-a, b),
-    "flipsign": lambda a, b: np.where(np.signbit(b), -a, a),
-    "identity": lambda a: a,
+    **{"fld": np.floor_divide, "cld": lambda a, b: -np.floor_divide(-a, b)},
+    **{"flipsign": lambda a, b: np.where(np.signbit(b), -a, a), "identity": lambda a: a},
     "fourthroot": lambda a: np.sqrt(np.sqrt(a)),
-    "tanpi": lambda a: np.tan(np.pi * np.fmod(a, 1)),
-    "sind": lambda a: np.sin(np.deg2rad(a)),
-    "cosd": lambda a: np.cos(np.deg2rad(a)),
-    "tand": lambda a: np.tan(np.deg2rad(a)),
-    "asind": lambda a: np.rad2deg(np.arcsin(a)),
-    "acosd": lambda a: np.rad2deg(np.arccos(a)),
+    **{"tanpi": lambda a: np.tan(np.pi * np.fmod(a, 1)), "sind": lambda a: np.sin(np.deg2rad(a))},
+    **{"cosd": lambda a: np.cos(np.deg2rad(a)), "tand": lambda a: np.tan(np.deg2rad(a))},
+    **{"asind": lambda a: np.rad2deg(np.arcsin(a)), "acosd": lambda a: np.rad2deg(np.arccos(a))},
     "atand": lambda a: np.rad2deg(np.arctan(a)),
 }
 
@@ -223,8 +201,7 @@ def test_multiples_of_pi_and_conditions_are_exact():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("cond(x0)", "WRONG_ARITY"),
-        ("cond(x0, x1", "UNBALANCED"),
+        *(("cond(x0)", "WRONG_ARITY"), ("cond(x0, x1", "UNBALANCED")),
         ("besselj(x0)", "UNKNOWN_FUNCTION"),
     ],
 )

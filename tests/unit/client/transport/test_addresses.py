@@ -23,8 +23,7 @@ from warpfit_server.machine import address_file
 @pytest.mark.parametrize(
     ("address", "found"),
     [
-        ("a:1", ("a:1",)),
-        ("a:1, b:2,a:1", ("a:1", "b:2")),
+        *(("a:1", ("a:1",)), ("a:1, b:2,a:1", ("a:1", "b:2"))),
         (["[::1]:1", "unix:/run/warpfit"], ("[::1]:1", "unix:/run/warpfit")),
         ("ipv6:[::1]:1", ("ipv6:[::1]:1",)),
         ("unix:a b.sock,unix-abstract:x", ("unix:a b.sock", "unix-abstract:x")),
@@ -64,8 +63,7 @@ def test_a_name_stands_for_all_of_its_addresses(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     target = target_of("dns:///servers:7")
-    assert target.addresses == ()
-    assert target.find() == ("10.0.0.1:7", "10.0.0.2:7")
+    assert target.addresses == () and target.find() == ("10.0.0.1:7", "10.0.0.2:7")
     assert target.server_name == "servers"
     monkeypatch.undo()
     with pytest.raises(UnavailableError, match="cannot be resolved"):
@@ -123,8 +121,7 @@ def test_what_is_no_path_or_no_address_is_named(tmp_path):
 def test_the_extra_is_named_where_ray_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     refused(r"pip install 'warpfit\[ray\]'", warpfit.connect, "ray://science")
-    assert main(["ray", "list"]) == 2
-    assert "'warpfit[ray]'" in capsys.readouterr().err
+    assert main(["ray", "list"]) == 2 and "'warpfit[ray]'" in capsys.readouterr().err
 
 
 def test_the_command_hands_over_what_it_is_told(monkeypatch, capsys):
@@ -207,9 +204,7 @@ def tls_servers(tmp_path_factory):
 @pytest.mark.parametrize(
     ("server", "settings", "reason"),
     [
-        ("tls", None, "TLS_WANTED"),
-        ("mutual", None, "TLS_WANTED"),
-        ("plain", {}, "NO_TLS"),
+        *(("tls", None, "TLS_WANTED"), ("mutual", None, "TLS_WANTED"), ("plain", {}, "NO_TLS")),
         ("tls", {"ca": "foreign"}, "UNTRUSTED_CERTIFICATE"),
         ("tls", {"server_name": "nobody.example"}, "WRONG_SERVER_NAME"),
         ("mutual", {}, "CLIENT_CERTIFICATE_WANTED"),

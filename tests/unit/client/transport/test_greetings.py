@@ -18,7 +18,6 @@ X = np.arange(1.0, 5.0)[:, None]
 
 @pytest.fixture
 def served():
-    """A server, its servicer, and a client with data there."""
     server = testing.InProcessServer()
     with serve(server) as (address, servicer), warpfit.connect(address) as client:
         yield server, servicer, client, client.upload(X, X[:, 0])
@@ -26,7 +25,6 @@ def served():
 
 @pytest.fixture
 def proxied(served):
-    """A proxy before the server, and a client of it with data."""
     (address,) = served[2]._failover.connection.target.addresses
     with Proxy(address) as proxy, warpfit.connect(proxy.address) as client:
         yield proxy, client, client.upload(X, X[:, 0])
@@ -54,8 +52,7 @@ def test_a_server_that_leaves_unknown_fields_out_is_refused(served, monkeypatch)
     monkeypatch.setattr(codec, "info_to_message", lambda info: old)
     monkeypatch.setattr(channel, "_SILENCE_SECONDS", 0.0)
     for call in (
-        lambda: evaluate(client, data),
-        lambda: evaluate(client, data, timeout=20),
+        *(lambda: evaluate(client, data), lambda: evaluate(client, data, timeout=20)),
         lambda: client.upload(X + 1, X[:, 0]),
     ):
         with pytest.raises(warpfit.UnimplementedError, match=r"0\.0\.9") as caught:
@@ -96,8 +93,7 @@ def test_a_proxy_that_swallows_idle_connections_costs_a_moment(
         before = proxy.connections
         time.sleep(0.1)
         np.testing.assert_array_equal(evaluate(client, data, timeout=timeout), 2 * X[:, 0])
-        assert proxy.connections == before + 1
-        assert "connecting anew" in caplog.text
+        assert proxy.connections == before + 1 and "connecting anew" in caplog.text
 
 
 def test_a_server_that_is_really_gone_is_named(proxied, monkeypatch):

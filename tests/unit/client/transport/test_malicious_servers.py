@@ -84,8 +84,7 @@ CALLS = {
     "gradients": ("Evaluate", lambda client: one(client, "run", **GRADIENTS)),
     "optimize": ("Optimize", lambda client: one(client, "optimize", covariance=True)),
     "optimize with progress": ("Optimize", lambda client: one(client, "optimize", progress=print)),
-    "upload": ("UploadVariables", upload),
-    "find": ("GetVariables", upload),
+    **{"upload": ("UploadVariables", upload), "find": ("GetVariables", upload)},
     "open": ("OpenDataset", lambda client: client.open("a.parquet", x=["a"], y="b")),
     "open all": ("OpenDataset", lambda client: client.open("a.parquet")),
 }
@@ -100,8 +99,7 @@ def fit(**changes):
 
 
 LIES = {
-    "nothing": [],
-    "no message at all": [b"\xff" * 100],
+    **{"nothing": [], "no message at all": [b"\xff" * 100]},
     "a truncated message": [INFO[: len(INFO) // 2]],
     "no UTF-8": [b"\x0a\x04\xff\xfe\xfd\xfc" + b"\x12\x02\xc3\x28"],
     "wrong wire types": [b"\x08\x01\x10\x02\x18\x03\x20\x04\x28\x05\x30\x06"],
@@ -148,8 +146,7 @@ def test_texts_of_a_server_do_not_control_the_terminal(liar, capsys, kind):
     handler.metadata = ((codec.ERROR_METADATA_KEY, codec.error_to_status(error)),)
     with pytest.raises(warpfit.WarpfitError) as caught:
         one(client, "evaluate")
-    assert str(caught.value).isprintable()
-    assert "\\x1b]0;owned" in str(caught.value)
+    assert str(caught.value).isprintable() and "\\x1b]0;owned" in str(caught.value)
     handler.status = handler.details = None
     server = pb.ServerInfo(version=ESCAPES, engine=ESCAPES)
     server.devices.add(name=ESCAPES, driver=ESCAPES, compute_capability=ESCAPES)
@@ -157,8 +154,7 @@ def test_texts_of_a_server_do_not_control_the_terminal(liar, capsys, kind):
     handler.metadata, handler.answers = (), {"GetServerInfo": [server.SerializeToString()]}
     main(["info", address])
     printed = "".join(capsys.readouterr())
-    assert "owned" in printed
-    assert not set(printed) & set("\x1b\x07\x9b\u202e\r")
+    assert "owned" in printed and not set(printed) & set("\x1b\x07\x9b\u202e\r")
 
 
 @pytest.mark.parametrize("said", [b"", b"\x08", b"\x08\xff", b"\xff" * 1000, b"\x0a\x01a"])

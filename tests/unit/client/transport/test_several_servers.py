@@ -64,8 +64,7 @@ def test_data_sets_are_spread_and_small_ones_live_everywhere():
     servers, _ = made([f"h:{n}" for n in range(1, 6)])
     homes = (servers.homes(number.to_bytes(32), LARGE) for number in range(2000))
     counts = Counter(home.address for each in homes for home in each)
-    assert len(counts) == 5
-    assert max(counts.values()) < 1.2 * min(counts.values())
+    assert len(counts) == 5 and max(counts.values()) < 1.2 * min(counts.values())
     assert len(servers.homes(b"x" * 32, SMALL_BYTES)) == 5
 
 
@@ -98,8 +97,7 @@ def test_a_call_gets_every_server_that_may_answer_before_it_pauses(names, events
     asked = {server.address for server in tried}
     assert len(asked) == len(tried) > 0
     wanted = up & {server.address for server in homes} if are_busy else up
-    assert wanted <= asked
-    assert asked - {tried[0].address} <= up
+    assert wanted <= asked and asked - {tried[0].address} <= up
 
 
 @pytest.mark.parametrize("error", [GONE, LATE])
@@ -113,12 +111,9 @@ def test_a_server_that_fails_is_left_alone_for_longer_and_longer(error):
         assert not server.is_trusted
         pauses.append(server.down_until - clock.now)
         clock.now = server.down_until
-    assert pauses[0] < 0.2
-    assert pauses[5] > 10 * pauses[0]
-    assert max(pauses) < 7
+    assert pauses[0] < 0.2 and pauses[5] > 10 * pauses[0] and max(pauses) < 7
     servers.succeeded(server)
-    assert server.is_trusted
-    assert server.failures == 0
+    assert server.is_trusted and server.failures == 0
 
 
 def test_one_call_at_a_time_asks_whether_a_server_is_back():
@@ -168,8 +163,7 @@ def test_addresses_are_asked_for_regularly_and_soon_after_a_failure():
     server = servers.acquire()
     servers.failed(server, GONE, clock.now)
     clock.now += 1.1
-    assert servers.must_resolve()
-    assert not servers.must_resolve()
+    assert servers.must_resolve() and not servers.must_resolve()
     clock.now += 10.1
     assert servers.must_resolve()
 
@@ -181,8 +175,7 @@ def test_a_connection_is_closed_once_its_calls_have_ended():
     other = {"a:1": "b:1", "b:1": "a:1"}[server.address]
     assert servers.forgotten() == [other]
     servers.release(server)
-    assert servers.forgotten() == [server.address]
-    assert servers.forgotten() == []
+    assert servers.forgotten() == [server.address] and servers.forgotten() == []
 
 
 def test_the_generator_of_the_caller_is_left_alone():
@@ -220,14 +213,12 @@ def client(fleet):
 
 @pytest.fixture
 def even_servers(monkeypatch):
-    """Draw the same servers in each run."""
     choose = partial(failover.Servers, draw=random.Random(1).random)
     monkeypatch.setattr(failover, "Servers", choose)
 
 
 @pytest.fixture
 def over_grpc():
-    """Servicers of two servers on loopback, and a client of both."""
     with ExitStack() as stack:
         served = [stack.enter_context(serve(testing.InProcessServer())) for _ in range(2)]
         client = stack.enter_context(warpfit.connect([address for address, _ in served]))
@@ -235,7 +226,6 @@ def over_grpc():
 
 
 async def done(answer):
-    """Return the answer of the blocking client, or await that of the asyncio client."""
     return await answer if inspect.isawaitable(answer) else answer
 
 
@@ -250,8 +240,7 @@ def test_calls_are_spread_and_each_server_is_sent_the_data_once(fleet, client):
     for _ in range(60):
         got = client.evaluate(data, EXPRESSIONS, PARAMETERS)
         np.testing.assert_array_equal(got, expected_values())
-    assert counts(fleet, "UploadVariables") == [1, 1, 1]
-    assert counts(fleet)[0] > 12
+    assert counts(fleet, "UploadVariables") == [1, 1, 1] and counts(fleet)[0] > 12
     client.release(data, everywhere=True)
     assert not any(server.holds(data.content_id) for server in fleet.values())
 
@@ -374,8 +363,7 @@ def free_port():
 @pytest.mark.parametrize(
     ("address", "reasons"),
     [
-        ("127.0.0.1:{}", failover.NOBODY_THERE),
-        ("nosuch.invalid:{}", failover.NOBODY_THERE),
+        *(("127.0.0.1:{}", failover.NOBODY_THERE), ("nosuch.invalid:{}", failover.NOBODY_THERE)),
         (list, ["NO_SERVERS"]),  # there is no server yet
     ],
 )
@@ -390,8 +378,7 @@ def test_a_wrong_address_fails_soon_and_says_what_to_do(monkeypatch, caplog, add
     ):
         client.info()
     assert time.monotonic() - started < 15  # on a busy machine
-    assert caught.value.reason in reasons
-    assert "wait=SECONDS" in caught.value.remedy
+    assert caught.value.reason in reasons and "wait=SECONDS" in caught.value.remedy
     assert "waiting for a server" in caplog.text
 
 
