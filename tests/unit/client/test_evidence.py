@@ -93,8 +93,7 @@ def test_gaps_in_the_numbers_of_parameters_cost_nothing(client):
     data = client.upload(x[:, None], LINE, dtype="float64")
     texts = ["p1*x1 + p2", "p2*x1 + p4"]
     fit = client.optimize(data, texts, evidence=True, covariance=True)
-    found = fit.evidence
-    bands = [fit.band(x[:, None], place) for place in range(2)]
+    found, bands = fit.evidence, [fit.band(x[:, None], place) for place in range(2)]
     np.testing.assert_allclose(bands[1].low, bands[0].low, rtol=1e-6)
     assert fit.freedom.tolist() == found.freedom.tolist() == [38, 38]
     for name in ("parameters", "aic", "bic", "description_length", "bayes_factor"):
@@ -203,8 +202,7 @@ def test_intervals_of_a_decay_are_roots_of_its_profile(client):
 
 def test_bands_are_those_of_linear_regression(client, lines):
     data, fit = lines
-    s2 = squares_of(fit, 0) / 38
-    inverse = np.linalg.inv(A.T @ (W[:, None] * A))
+    s2, inverse = squares_of(fit, 0) / 38, np.linalg.inv(A.T @ (W[:, None] * A))
     spread = s2 * np.einsum("ri,ij,rj->r", A, inverse, A)
     quantile = stats.t.ppf(0.975, 38)
     for prediction, variance in ((False, 0.0), (True, s2)):

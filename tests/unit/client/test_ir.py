@@ -19,22 +19,17 @@ ADD, SIN, WHERE = (OPERATORS[name].code for name in ("add", "sin", "where"))
 X1, P1, TWO = Program.variable(0), Program.parameter(0), Program.constant(2.0)
 
 
-@pytest.mark.parametrize(
-    ("codes", "values", "reason", "token"),
-    [
+def test_malformed_programs_are_refused():
+    for codes, values, reason, token in (
         *(([], [], "EMPTY_PROGRAM", None), ([VARIABLE, 15], [0, 0], "UNKNOWN_OPERATOR", 1)),
         *(([VARIABLE], [-1], "BAD_INDEX", 0), ([PARAMETER], [np.nan], "BAD_INDEX", 0)),
         *(([VARIABLE], [2.0**31], "BAD_INDEX", 0), ([ADD], [0], "STACK_UNDERFLOW", 0)),
         ([VARIABLE, VARIABLE, WHERE], [0] * 3, "STACK_UNDERFLOW", 2),
         ([VARIABLE, VARIABLE], [0, 0], "STACK_LEFTOVERS", 1),
-    ],
-)
-def test_malformed_programs_are_refused(codes, values, reason, token):
-    error = refused(reason, Program, codes, values)
-    assert (error.expression, error.token) == (0, token)
+    ):
+        error = refused(reason, Program, codes, values)
+        assert (error.expression, error.token) == (0, token)
 
-
-def test_a_text_is_no_program():
     assert refused("", Program, "x1 + 2", ()).remedy == "Parse texts with warpfit.parse"
 
 
@@ -122,16 +117,13 @@ def test_batch_holds_programs_and_parameters(drawn, vectors):
         np.testing.assert_array_equal(batch.program_parameters(index), parameters[index])
 
 
-@pytest.mark.parametrize(
-    ("given_programs", "parameters", "reason"),
-    [
+def test_batches_that_cannot_be_built():
+    for given_programs, parameters, reason in (
         *(([], None, "EMPTY_BATCH"), ([X1], [[], []], "LENGTH_MISMATCH")),
         ([P1, P1], [[[1.0]], [[1.0], [2.0]]], "VECTOR_MISMATCH"),
         ([P1], [[[[1.0]]]], "VECTOR_MISMATCH"),
-    ],
-)
-def test_batches_that_cannot_be_built(given_programs, parameters, reason):
-    refused(reason, Batch.of, given_programs, parameters)
+    ):
+        refused(reason, Batch.of, given_programs, parameters)
 
 
 def test_parameters_that_a_program_does_not_have_are_an_error():

@@ -22,15 +22,8 @@ WORDS = ("x2", "p1", "e", "inf", "sin", "pi")
 X1 = Program.variable(0)
 
 
-def failure(text, names=()):
-    with pytest.raises(ParseError) as caught:
-        parse(text, names)
-    return caught.value
-
-
-@pytest.mark.parametrize(
-    ("text", "explicit"),
-    [
+def test_precedence():
+    for text, explicit in (
         *(("x1 ** x2 ^ x3", "x1 ^ (x2 ^ x3)"), ("x1 / x2 / x3 * x1", "((x1 / x2) / x3) * x1")),
         ("x1 - x2 * x3 - x1 / -x2", "(x1 - (x2 * x3)) - (x1 / (-x2))"),
         *(("-2 ^ x1", "-(2 ^ x1)"), ("2 ^ -x1 ^ x2", "2 ^ (-(x1 ^ x2))")),
@@ -39,24 +32,19 @@ def failure(text, names=()):
         *(("1 + not x1 < x2", "1 + (not (x1 < x2))"), ("not(x1) + 1", "not (x1 + 1)")),
         ("add(x1, x2, x3, p1)", "((x1 + x2) + x3) + p1"),
         *(("min(x1, x2, x3)", "min(min(x1, x2), x3)"), ("-(2)", "neg(2)"), ("--2", "neg(-2)")),
-        *(("-(2)^x1", "-(2^x1)"), ("  x1\n +\tx2 ", "x1+x2"), ("sin (x1)", "sin(x1)")),
-    ],
-)
-def test_precedence(text, explicit):
-    assert parse(text) == parse(explicit)
+        *(("-(2)^x1", "-(2^x1)"), ("  x1\n +\tx2 ", "x1+x2"), ("\u03c0*x1", "pi*x1")),
+    ):
+        assert parse(text) == parse(explicit)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
+def test_numbers():
+    for text, value in (
         *((".5", 0.5), ("1.5E+10", 1.5e10), ("-0", -0.0)),
         *(("0e-999", 0.0), ("1.7976931348623157e308", 1.7976931348623157e308), ("3e-324", 5e-324)),
         *(("-inf", -math.inf), ("nan", math.nan), ("pi", math.pi), ("#3ff8000000000000", 1.5)),
         ("-#3ff8000000000000", -1.5),
-    ],
-)
-def test_numbers(text, value):
-    assert parse(text) == Program.constant(value)
+    ):
+        assert parse(text) == Program.constant(value)
 
 
 @pytest.mark.parametrize("row", OPERATORS.values(), ids=list(OPERATORS))
@@ -69,23 +57,19 @@ def test_every_operator_by_name_and_symbol(row):
         assert parse(infix if row.arity == 2 else f"{row.symbol} {texts[0]}") == wanted
 
 
-@pytest.mark.parametrize(
-    ("names", "text", "wanted"),
-    [
+def test_names_of_the_data_set():
+    for names, text, wanted in (
         *((COLUMNS, "größe + x1", "x3 + x1"), (COLUMNS, "`s 1` - `a``b` + ``", "x4 - x5 + x6")),
         (COLUMNS, "`age`", "x1"),
         (WORDS, "x2 + p1", "x1 + x2"),  # a name of the data set comes first
         *((WORDS, "x02 + p01", "x2 + p1"), (WORDS, "e", "x3"), (WORDS, "sin(sin)", "sin(x5)")),
         *((["not"], "not `not`", "not x1"), (["2"], "2 - `2`", "2 - x1")),
-    ],
-)
-def test_names_of_the_data_set(names, text, wanted):
-    assert parse(text, names) == parse(wanted)
+    ):
+        assert parse(text, names) == parse(wanted)
 
 
-@pytest.mark.parametrize(
-    ("text", "reason", "position"),
-    [
+def test_errors_name_place_and_remedy():
+    for text, reason, position in (
         *(("", "EXPECTED_OPERAND", 0), ("sin()", "EXPECTED_OPERAND", 4)),
         *(("add(x1,)", "EXPECTED_OPERAND", 7), ("2 x1", "EXPECTED_OPERATOR", 2)),
         *(("x1 not x2", "EXPECTED_OPERATOR", 3), ("1 + sin(x1", "UNBALANCED", 4)),
@@ -95,19 +79,16 @@ def test_names_of_the_data_set(names, text, wanted):
         *(("x1 + [1]", "UNEXPECTED_CHARACTER", 5), ("x1 + `age", "UNEXPECTED_CHARACTER", 5)),
         *(("x1 + p0", "UNKNOWN_NAME", 5), ("x9999999999", "UNKNOWN_NAME", 0)),
         *(("1 + foo(x1)", "UNKNOWN_FUNCTION", 4), ("`age`", "UNKNOWN_VARIABLE", 0)),
-    ],
-)
-def test_errors_name_place_and_remedy(text, reason, position):
-    error = failure(text)
-    assert (error.reason, error.position, error.text) == (reason, position, text)
-    first, *_, line, caret = str(error).split("\n")
-    assert error.message in first and error.remedy in first and error.remedy
-    assert (line, caret) == (f"    {text}", " " * (4 + position) + "^")
+    ):
+        error = refused("", parse, text)
+        assert (error.reason, error.position, error.text) == (reason, position, text)
+        first, *_, line, caret = str(error).split("\n")
+        assert error.message in first and error.remedy in first and error.remedy
+        assert (line, caret) == (f"    {text}", " " * (4 + position) + "^")
 
 
-@pytest.mark.parametrize(
-    ("text", "names", "suggestion"),
-    [
+def test_errors_say_what_could_be_meant():
+    for text, names, suggestion in (
         *(("sqr1(x1)", (), "sqrt"), ("weigth + 1", ("height", "weight"), "weight")),
         ("sin weight", ("height", "weight"), "in parentheses: sin(...)"),
         ("nosuch", ("height", "weight"), "height, weight"),  # not cosh or csch
@@ -123,14 +104,8 @@ def test_errors_name_place_and_remedy(text, reason, position):
         *(("cosine(t)", ["t"], "mean cos?"), ("t // 2", ["t"], "floor(a/b)")),
         *(("t && p1", ["t"], "(a and b)"), ("t ? 1 : 2", ["t"], "where(a, b, c)")),
         ("zz", ["a" * 90, "b" * 90, "zz_top"], "Variables are zz_top, "),
-    ],
-)
-def test_errors_say_what_could_be_meant(text, names, suggestion):
-    assert suggestion in failure(text, names).remedy
-
-
-def test_the_greek_letter_is_pi():
-    assert parse("\u03c0*x1") == parse("pi*x1")
+    ):
+        assert suggestion in refused("", parse, text, names).remedy
 
 
 @given(st.text(alphabet="x1p2.e+-*/^()<=!,`# \nandsin", max_size=30))
@@ -159,9 +134,9 @@ def test_long_and_deep_texts(text, tokens):
 
 
 def test_long_and_deep_nonsense_is_refused_and_shown_around_the_place():
-    assert failure("(" * 50_000).reason == "EXPECTED_OPERAND"
-    assert failure("(" * 50_000 + "x1").reason == "UNBALANCED"
-    *_, line, caret = str(failure("x1 + " * 1000 + "?" + " + x1" * 1000)).split("\n")
+    assert refused("", parse, "(" * 50_000).reason == "EXPECTED_OPERAND"
+    assert refused("", parse, "(" * 50_000 + "x1").reason == "UNBALANCED"
+    *_, line, caret = str(refused("", parse, "x1 + " * 1000 + "?" + " + x1" * 1000)).split("\n")
     assert len(line) < 100 and line[caret.index("^")] == "?"
 
 
@@ -191,28 +166,22 @@ def test_time_grows_as_the_text_does(run):
     assert any(seconds(16_000) < 24 * seconds(2000) + 0.01 for _ in range(3))
 
 
-@pytest.mark.parametrize(
-    "take",
-    [
+def test_one_text_in_the_place_of_several_is_refused():
+    """Its letters would be taken for them."""
+    for take in (
         *(lambda names: parse("x1", names), X1.latex, X1.sympy, X1.to_numpy),
         *(lambda names: X1.code("c", names), lambda names: Population.of([X1]).texts(names)),
         *(lambda names: from_pysr("x1", names), lambda names: deap.population([], names=names)),
         lambda arguments: embedded_server(arguments).__enter__(),
-    ],
-)
-def test_one_text_in_the_place_of_several_is_refused(take):
-    """Its letters would be taken for them."""
-    refused(r"is 'cpu'.*Give a list, such as \['cpu'\]", take, "cpu")
+    ):
+        refused(r"is 'cpu'.*Give a list, such as \['cpu'\]", take, "cpu")
 
 
-@pytest.mark.parametrize(
-    ("given", "printed", "position", "wanted"),
-    [
+def test_places_are_those_of_the_text_that_was_given():
+    for text, printed, position, wanted in (
         ("p1*sin(m)", "p1 * sin(m)", 5, ("p1*sin(m)", 3)),
         ("sin(a)+sin(m)", "sin(a) + sin(m)", 9, ("sin(a)+sin(m)", 7)),
         ("a**2", "a ^ 2", 2, ("a ^ 2", 2)),  # what stands there is written differently
         ("a", "a", 9, ("a", 9)),
-    ],
-)
-def test_places_are_those_of_the_text_that_was_given(given, printed, position, wanted):
-    assert place_in(given, printed, position) == wanted
+    ):
+        assert place_in(text, printed, position) == wanted

@@ -171,9 +171,8 @@ def test_each_keyword_of_other_packages_is_known():
     assert not methods - OF_OTHER_OBJECTS.keys()
 
 
-@pytest.mark.parametrize(
-    ("given", "ours"),
-    [
+def test_the_value_is_translated_into_a_setting():
+    for given, ours in (
         ({"maxdepth": 5}, "Write constraints={'depth': 5}"),
         ({"nested_constraints": {"sin": {"sin": 0}}}, "constraints={'nesting': {'sin': {'sin'"),
         ({"unary_operators": ["cos", "inv(x) = 1/x"]}, "Write operators=['cos', 'inv']"),
@@ -197,18 +196,16 @@ def test_each_keyword_of_other_packages_is_known():
         ({"init_depth": (2, 6)}, "Write constraints={'depth': 6}"),
         ({"X_units": ["m"]}, "Write units= of the estimator"),
         ({"wild": 3}, "help(SymbolicRegressor) lists"),
-    ],
-)
-def test_the_value_is_translated_into_a_setting(given, ours):
-    remedy = mistaken(**given).remedy
-    assert ours.strip() in remedy
-    if re.match(r"Write \w+=(?!.* after )\S", remedy):
-        model = eval(f"SymbolicRegressor({remedy.removeprefix('Write ')})", {**globals()})
-        with pytest.raises(ValueError, match="Found array with 0 sample"):
-            model.fit(np.empty((0, 1)), np.empty(0))
-        model.n_features_in_ = 1
-        model._given = []
-        model._check_settings()
+    ):
+        remedy = mistaken(**given).remedy
+        assert ours.strip() in remedy
+        if re.match(r"Write \w+=(?!.* after )\S", remedy):
+            model = eval(f"SymbolicRegressor({remedy.removeprefix('Write ')})", {**globals()})
+            with pytest.raises(ValueError, match="Found array with 0 sample"):
+                model.fit(np.empty((0, 1)), np.empty(0))
+            model.n_features_in_ = 1
+            model._given = []
+            model._check_settings()
 
 
 def test_a_whole_call_is_translated_at_once():
@@ -235,19 +232,16 @@ def test_a_keyword_of_another_fit_or_prediction_is_answered_by_ours():
         refused(r" SymbolicRegressor\(\.\.\.\)$", model.fit, [[1.0]], [1.0], **{name: 3})
 
 
-@pytest.mark.parametrize(
-    ("name", "written"),
-    [
+def test_keywords_of_a_search_belong_into_it():
+    for name, written in (
         ("max_seconds", r"Write search=SymbolicRegressor\(max_seconds=3\)$"),
         ("niterations", r"Write search=SymbolicRegressor\(generations=3\)$"),
         ("populations", r"Write search=SymbolicRegressor\(...\): population="),
         ("hall_of_fame", r"Write n_components=3$|Leave it out: equations_"),
-    ],
-)
-def test_keywords_of_a_search_belong_into_it(name, written):
-    for kind in (SymbolicClassifier, sklearn.SymbolicTransformer):
-        refused(written, kind, **{name: 3})
-    refused("Leave it out: a classifier", SymbolicClassifier, loss="mae")
+    ):
+        for kind in (SymbolicClassifier, sklearn.SymbolicTransformer):
+            refused(written, kind, **{name: 3})
+        refused("Leave it out: a classifier", SymbolicClassifier, loss="mae")
 
 
 def test_parameters_are_set_by_our_names():
@@ -263,22 +257,19 @@ def test_parameters_are_set_by_our_names():
     refused(r"Did you mean bounds=\?", ParameterOptimizer, "p1*x1", bound=(0, 1))
 
 
-@pytest.mark.parametrize(
-    ("loss", "ours"),
-    [
+def test_a_loss_of_another_package_is_ours():
+    for loss, ours in (
         *(("mean absolute error", "loss='mae'"), ("log loss", "SymbolicClassifier")),
         ("spearman", "no sums over rows"),
         ("loss(prediction, target) = (prediction - target)^2", "loss='(f - y)^2'"),
         ("my_loss(x, z, weights) = weights * abs(x - z)", "loss='w * abs(f - y)'"),
         ("l(x, y) = begin return (x-y)^2 end", "loss='(f-y)^2'"),
         ("l(p, t) = p > t ? (p-t) : t > 1 ? 2 : 3", "'where(f > y, (f-y), where(y > 1, 2, 3))'"),
-    ],
-)
-def test_a_loss_of_another_package_is_ours(loss, ours):
-    refused(re.escape(ours), SymbolicRegressor(loss=loss).fit, ROWS, ROWS[:, 0])
-    refused(re.escape(ours), SymbolicRegressor, elementwise_loss=loss)
-    for own in ("mse", "huber", "abs(f - y)", "(prediction - target)^2"):
-        keywords.check_loss(own)
+    ):
+        refused(re.escape(ours), SymbolicRegressor(loss=loss).fit, ROWS, ROWS[:, 0])
+        refused(re.escape(ours), SymbolicRegressor, elementwise_loss=loss)
+        for own in ("mse", "huber", "abs(f - y)", "(prediction - target)^2"):
+            keywords.check_loss(own)
 
 
 def test_texts_in_a_column_may_name_groups(tmp_path, capsys):
@@ -297,20 +288,17 @@ def test_texts_in_a_column_may_name_groups(tmp_path, capsys):
 # ------------------------------------------------------------------------------------------- slips
 
 
-@pytest.mark.parametrize(
-    ("meant", "settings"),
-    [
+def test_the_name_that_was_meant_is_said():
+    for meant, settings in (
         *(("square", {"operators": ["sqare"]}), ("count", {"constraints": {"counts": {"sin": 1}}})),
         ("depth", {"constraints": {"dept": 3}}),
         ("increasing", {"constraints": {"monotonic": {"mass": "increase"}}}),
         ("mass", {"constraints": {"monotonic": {"mas": "increasing"}}}),
         ("prediction", {"model_selection": "predictions"}),
         *(("length", {"units": {"lenght": "m", "mass": "kg"}}), ("mass", {"group": "Mass"})),
-    ],
-)
-def test_the_name_that_was_meant_is_said(meant, settings):
-    frame = pd.DataFrame(ROWS, columns=["mass", "length"])
-    refused(rf"Did you mean .*{meant}", SymbolicRegressor(**settings).fit, frame, ROWS[:, 0])
+    ):
+        frame = pd.DataFrame(ROWS, columns=["mass", "length"])
+        refused(rf"Did you mean .*{meant}", SymbolicRegressor(**settings).fit, frame, ROWS[:, 0])
 
 
 def test_a_slip_in_an_operator_and_limits_of_arguments_are_answered():
@@ -323,25 +311,20 @@ def test_a_slip_in_an_operator_and_limits_of_arguments_are_answered():
             refused(r"Did you mean \w+\?", operator_name, name + "q")
 
 
-@pytest.mark.parametrize(
-    ("given", "known"),
-    [
+def test_another_word_is_no_slip():
+    for given, known in (
         *(("params", "partial"), ("min", "missing"), ("weights", "digits"), ("cosine", "cospi")),
         *(("plus", "softplus"), ("cond", "round"), ("units", "quiet"), ("gpu", "cpu")),
-    ],
-)
-def test_another_word_is_no_slip(given, known):
-    assert did_you_mean(given, [known], "") == ""
+    ):
+        assert did_you_mean(given, [known], "") == ""
 
 
-def test_a_list_that_is_too_long_has_the_closest_names():
+def test_a_list_has_the_closest_names_and_a_long_one_takes_no_time():
     assert nearest_first("b", ["c", "a", "b"]) == "c, a, b"
     assert did_you_mean("max_iter", ["partial", "max_iterations"], "").endswith("max_iterations?")
     assert nearest_first("seeds", [*map(str, range(90)), "seed"]).startswith("seed, ")
     assert nearest_first("q", map(str, range(90))).endswith(", ...")
 
-
-def test_what_is_like_no_name_gets_the_list_and_a_long_one_takes_no_time():
     assert did_you_mean("zzzz", ["abc"], "Use abc") == "Use abc"
     assert did_you_mean(3, [1, 2], "Use 1 or 2") == "Use 1 or 2"
     assert did_you_mean(None, ["none"], "") == "Did you mean none?"

@@ -29,14 +29,12 @@ FRAME = pd.DataFrame(X, columns=["a", "b"])
 HALF = "a\ud800b"
 
 
-@pytest.fixture(scope="module")
-def server():
-    return warpfit.testing.InProcessServer()
+SERVER = warpfit.testing.InProcessServer()
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    return warpfit.testing.client(server)
+def client():
+    return warpfit.testing.client(SERVER)
 
 
 @pytest.fixture(scope="module")
@@ -63,21 +61,18 @@ def test_an_array_without_axes_is_its_element(client, data):
         assert answer.error is not None
 
 
-@pytest.mark.parametrize(
-    ("fixed", "kept"),
-    [
+def test_parameters_are_fixed_by_truth_values_and_not_by_indices_or_names(data):
+    for fixed, kept in (
         *((fixed, [False, True]) for fixed in ([False, True], [0, 1], [[None, True]])),
         *((True, [True, True]), ([True], [True, True]), ([None], [False, False])),
         *((fixed, None) for fixed in ([1], [0], 1, [2], ["p2"], "p2", [0.5, 0])),
-    ],
-)
-def test_parameters_are_fixed_by_truth_values_and_not_by_indices_or_names(data, fixed, kept):
-    if kept is None:
-        why = "Give a truth value for each parameter"
-        refused(why, build_fit, data, ["p1*x1 + p2"], None, {"fixed": fixed})
-    else:
-        settings = build_fit(data, ["p1*x1 + p2"], None, {"fixed": fixed}).settings
-        assert settings.fixed.tolist() == kept
+    ):
+        if kept is None:
+            why = "Give a truth value for each parameter"
+            refused(why, build_fit, data, ["p1*x1 + p2"], None, {"fixed": fixed})
+        else:
+            settings = build_fit(data, ["p1*x1 + p2"], None, {"fixed": fixed}).settings
+            assert settings.fixed.tolist() == kept
 
 
 def test_numbers_of_numpy_are_numbers(client, data):
@@ -105,9 +100,8 @@ def test_names_are_texts_with_an_order(client):
             refused("names is", take, names)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
+def test_half_a_character_is_refused_in_a_text_that_can_be_printed(client):
+    for call in (
         lambda client: client.upload(X, names=["a", HALF]),
         lambda client: client.upload(pd.DataFrame(X, columns=pd.Index(["a", HALF], dtype=object))),
         *(lambda client: client.upload(FRAME, HALF), lambda client: client.upload(FRAME, x=[HALF])),
@@ -118,11 +112,9 @@ def test_names_are_texts_with_an_order(client):
         *(lambda client: parse("x1", [HALF]) and parse(HALF), lambda client: parse("q", [HALF])),
         lambda client: warpfit.connect(HALF),
         lambda client: warpfit.connect("127.0.0.1:1", token=HALF),
-    ],
-)
-def test_half_a_character_is_refused_in_a_text_that_can_be_printed(client, call):
-    str(refused("", call, client)).encode()
-    assert r"a\ud800b" in str(Proposals([Proposal(HALF)]))
+    ):
+        str(refused("", call, client)).encode()
+        assert r"a\ud800b" in str(Proposals([Proposal(HALF)]))
 
 
 # ---------------------------------------------------------------------------------------- mistakes
@@ -241,10 +233,10 @@ def told(call, *arguments, **options):
 
 
 @pytest.mark.parametrize("message", CASES)
-def test_a_mistake_is_told_before_anything_is_sent(client, data, server, message):
-    before = [server.calls.count(method) for method in ("Evaluate", "Optimize", "Search")]
+def test_a_mistake_is_told_before_anything_is_sent(client, data, message):
+    before = [SERVER.calls.count(method) for method in ("Evaluate", "Optimize", "Search")]
     assert re.search(message.strip(), told(CASES[message], client, data), re.DOTALL)
-    assert before == [server.calls.count(method) for method in ("Evaluate", "Optimize", "Search")]
+    assert before == [SERVER.calls.count(method) for method in ("Evaluate", "Optimize", "Search")]
 
 
 def fits(c, d, **number):
@@ -316,9 +308,8 @@ def test_only_the_last_small_batches_are_kept(monkeypatch):
     assert cache.of(large) is not cache.of(large)
 
 
-@pytest.mark.parametrize(
-    ("entries", "counts", "numbers", "count", "leading_axis"),
-    [
+def test_parameter_vectors_of_every_kind():
+    for entries, counts, numbers, count, leading_axis in (
         *((None, [0, 0], [], 1, False), ([[], [1, 2]], [0, 2], [1, 2], 1, False)),
         ([np.array([1], np.float32), (2, 3)], [1, 2], [1, 2, 3], 1, False),
         ([[[1], [2]], [3]], [1, 1], [1, 2, 3, 3], 2, True),
@@ -326,14 +317,12 @@ def test_only_the_last_small_batches_are_kept(monkeypatch):
         ([[np.array([1]), np.array([2])], [[3], [4]]], [1, 1], [1, 2, 3, 4], 2, True),
         ([[1, np.float64(2)], [10**30]], [2, 1], [1, 2, 1e30], 1, False),
         ([], [], [], 1, False),
-    ],
-)
-def test_parameter_vectors_of_every_kind(entries, counts, numbers, count, leading_axis):
-    vectors = ParameterVectors.of(2 if entries is None else len(entries), entries)
-    assert vectors.counts.tolist() == counts and vectors.counts.dtype == np.uint32
-    np.testing.assert_array_equal(vectors.numbers, numbers)
-    assert vectors.numbers.dtype == np.float64
-    assert (vectors.count, vectors.leading_axis) == (count, leading_axis)
+    ):
+        vectors = ParameterVectors.of(2 if entries is None else len(entries), entries)
+        assert vectors.counts.tolist() == counts and vectors.counts.dtype == np.uint32
+        np.testing.assert_array_equal(vectors.numbers, numbers)
+        assert vectors.numbers.dtype == np.float64
+        assert (vectors.count, vectors.leading_axis) == (count, leading_axis)
 
 
 def test_what_is_no_vector_of_parameters_is_refused():
@@ -456,17 +445,14 @@ def test_everything_else_is_refused(name):
     assert refused(reason, real_numbers, given, "X").field == "X"
 
 
-@pytest.mark.parametrize(
-    ("given", "row"),
-    [
+def test_the_row_is_named():
+    for given, row in (
         (np.ma.array(np.ones((3, 2)), mask=[[0, 0], [0, 0], [0, 1]]), 2),
         ([[1.0, 2.0], [1.0, None], [1.0, 2.0]], 1),
         ([[1.0, 2.0], np.ma.array([1.0, 2.0], mask=[0, 1])], 1),
         (pd.DataFrame({"a": [1.0, 2.0], "b": pd.array([1, None])}), 1),
-    ],
-)
-def test_the_row_is_named(given, row):
-    refused(f"MISSING_VALUE: .*in row {row} ", real_numbers, given, "X")
+    ):
+        refused(f"MISSING_VALUE: .*in row {row} ", real_numbers, given, "X")
 
 
 # ------------------------------------------------------------------------- every place has it

@@ -110,19 +110,16 @@ def test_quantiles_of_students_distribution():
     assert np.isnan(student_t(0.9, 0))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options", "expected"),
-    [
+def test_accuracy_chooses_the_defaults():
+    for dtype, options, expected in (
         ("float64", {}, (50, 1e-8, 1e-8, 1e-8)),
         ("float32", {"accuracy": "screening"}, (50, 1e-6, 1e-6, 1e-6)),
         ("float32", {"accuracy": "final"}, (2000, 1e-7, 1e-7, 1e-10)),
         ("float64", {"accuracy": "final", "step_tolerance": 0.0}, (2000, 1e-12, 0.0, 1e-16)),
-    ],
-)
-def test_accuracy_chooses_the_defaults(dtype, options, expected):
-    request = build_fit(DatasetHandle(Dataset.of(X, Y, dtype=dtype)), TEXTS, STARTS, options)
-    names = "max_iterations", "gradient_tolerance", "step_tolerance", "loss_tolerance"
-    assert tuple(getattr(request.settings, name) for name in names) == expected
+    ):
+        request = build_fit(DatasetHandle(Dataset.of(X, Y, dtype=dtype)), TEXTS, STARTS, options)
+        names = "max_iterations", "gradient_tolerance", "step_tolerance", "loss_tolerance"
+        assert tuple(getattr(request.settings, name) for name in names) == expected
 
 
 def test_a_formula_of_several_is_named(client, data):
@@ -157,20 +154,17 @@ def test_a_search_that_could_not_begin_says_what_to_do(client, data):
     assert np.isnan(client.optimize(constant, "p1 + p2*x1", loss="rmse").r2).all()
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "hint"),
-    [
+def test_parameters_that_are_not_determined_or_at_a_bound_are_told(client):
+    for text, options, hint in (
         ("p1*exp(x1 + p2)", {}, "p1, p2 are not determined by the data"),
         ("p1*x1 + p2", {"bounds": (-9.0, [0.5, 9.0])}, "p1 ends at a bound, where"),
         ("p1*x1 + p2", {"bounds": (-9.0, 0.5), "method": "bfgs"}, "p1, p2 end at a bound"),
         ("p1*x1 + p2", {"bounds": (-9.0, 1.0), "fixed": [[True, False]]}, ""),
         (["p1*x1", "p1 + p2 + x1"], {}, "p1, p2 of expression 1 are not determined by the data"),
-    ],
-)
-def test_parameters_that_are_not_determined_or_at_a_bound_are_told(client, text, options, hint):
-    data = client.upload(X, X[:, 0], dtype="float64")
-    found = client.optimize(data, text, **options).hint
-    assert found.startswith(hint) and bool(found) == bool(hint)
+    ):
+        data = client.upload(X, X[:, 0], dtype="float64")
+        found = client.optimize(data, text, **options).hint
+        assert found.startswith(hint) and bool(found) == bool(hint)
 
 
 # ------------------------------------------------------------- results in a terminal and a notebook
@@ -198,22 +192,19 @@ def test_fits_show_formulas_r2_and_standard_errors(client):
     assert re.search(r"<td>\$\S+ \\cdot x_\{1\} \+ \S+\$</td>", page)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "remedy", "stalled", "what"),
-    [
+def test_fits_that_stalled_say_what_helps(client):
+    for dtype, remedy, stalled, what in (
         ("float32", 'upload with dtype="float64"', 1, "1 search has"),
         *(("float64", "other starts", 3, "3 searches have"), ("float64", "", 0, "")),
-    ],
-)
-def test_fits_that_stalled_say_what_helps(client, dtype, remedy, stalled, what):
-    data = client.upload(ROWS, 2 * ROWS[:, 0], dtype=dtype)
-    fit = client.optimize(data, ["p1*x1"] * 4, [[1.0]] * 4)
-    reasons = np.array([Reason.STALLED] * stalled + [Reason.STEP] * (4 - stalled), object)
-    fit = dataclasses.replace(fit, reason=reasons)
-    assert fit.hint == "" if not stalled else what in fit.hint and remedy in fit.hint
-    assert fit.success.tolist() == [False] * stalled + [True] * (4 - stalled)
-    assert str(fit).endswith(fit.hint) and len(str(fit).splitlines()) == 5 + bool(stalled)
-    assert not stalled or f"<p>{html.escape(fit.hint)}</p>" in fit._repr_html_()
+    ):
+        data = client.upload(ROWS, 2 * ROWS[:, 0], dtype=dtype)
+        fit = client.optimize(data, ["p1*x1"] * 4, [[1.0]] * 4)
+        reasons = np.array([Reason.STALLED] * stalled + [Reason.STEP] * (4 - stalled), object)
+        fit = dataclasses.replace(fit, reason=reasons)
+        assert fit.hint == "" if not stalled else what in fit.hint and remedy in fit.hint
+        assert fit.success.tolist() == [False] * stalled + [True] * (4 - stalled)
+        assert str(fit).endswith(fit.hint) and len(str(fit).splitlines()) == 5 + bool(stalled)
+        assert not stalled or f"<p>{html.escape(fit.hint)}</p>" in fit._repr_html_()
 
 
 def test_fits_of_all_starts_show_each_start(client):

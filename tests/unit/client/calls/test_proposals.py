@@ -147,8 +147,7 @@ def test_rows_without_a_value_are_left_out_of_all_judgement():
     X[-3:, 1] = -1.0
     skeletons = ["p1*log(b) + p2*a", "p1*sqrt(-a)", "p1*a"]
     law, nothing, line = proposed((X, y), skeletons, missing="drop")
-    refused = proposed((X, y), skeletons)
-    gone = int((X[:, 1] < 0.0).sum())
+    refused, gone = proposed((X, y), skeletons), int((X[:, 1] < 0.0).sum())
     assert law.warnings[0].startswith(f"{gone} of {ROWS} rows are left out")
     assert nothing.warnings[0].startswith(f"{ROWS} of {ROWS} rows are left out")
     assert math.isfinite(law.held_out_loss)

@@ -43,9 +43,8 @@ def test_the_result_is_a_front_with_texts_and_a_callback_may_end_it(client, data
     assert client.search(data, formulas=5).reason == SearchReason.FORMULAS
 
 
-@pytest.mark.parametrize(
-    ("reason", "field", "options"),
-    [
+def test_a_mistake_in_a_call_is_named():
+    for reason, field, options in (
         ("BUDGET_MISSING", "max_seconds", {}),
         ("BAD_SETTING", "definitions", {"definitions": ["a*b"]}),
         ("UNSATISFIABLE", "units", {"units": {"a": "m"}, "target_unit": "kg", **DIMENSIONLESS}),
@@ -65,13 +64,11 @@ def test_the_result_is_a_front_with_texts_and_a_callback_may_end_it(client, data
         ("BAD_SETTING", "units", {"target_unit": "m"}),
         ("UNKNOWN_UNIT", "units of a", {"units": {"a": "parsnips/day?"}}),
         *(("BAD_ENUM", "form", {"form": "round"}), ("BAD_SETTING", "progress", {"progress": 3})),
-    ],
-)
-def test_a_mistake_in_a_call_is_named(reason, field, options):
-    with testing.client() as client:
-        data = client.upload(X, Y, names=["a", "b", "c"])
-        budget = {} if reason == "BUDGET_MISSING" else {"formulas": 9}
-        assert refused(reason, client.search, data, **budget | options).field == field
+    ):
+        with testing.client() as client:
+            data = client.upload(X, Y, names=["a", "b", "c"])
+            budget = {} if reason == "BUDGET_MISSING" else {"formulas": 9}
+            assert refused(reason, client.search, data, **budget | options).field == field
 
 
 # ----------------------------------------------------------------------------------- interruptions
@@ -160,7 +157,7 @@ def test_an_interrupted_search_ends_with_its_budget_or_is_given_up():
     assert len(server.requests) == 1
     assert (found.reason, found.losses.min()) == (SearchReason.TIME, 3.0)
     with pytest.raises(FailedPreconditionError) as caught:
-        search(*[(WORSE, LOST)] * 9, seconds=100)
+        search(*([(WORSE, LOST)] * 9), seconds=100)
     assert caught.value.reason == "SEARCH_INTERRUPTED"
 
 
@@ -184,16 +181,13 @@ def test_the_best_of_scores_is_the_highest():
     assert merged(first, second).losses.tolist() == [0.0]
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
+def test_slope_and_intercept_are_no_part_of_a_guess():
+    for text, wanted in (
         *(("p1 + p2*sin(x1)", "sin(x1)"), ("p2*sin(x1) + p1", "sin(x1)")),
         *(("sin(x1)*p1 + p2", "sin(x1)"), ("p1*x1*p2 + p3", "p1*x1"), ("p1 - x1", "p1 - x1")),
         ("p1", "p1"),
-    ],
-)
-def test_slope_and_intercept_are_no_part_of_a_guess(text, wanted):
-    assert texts_of([unscaled(warpfit.parse(text))]) == [wanted.replace(" ", "")]
+    ):
+        assert texts_of([unscaled(warpfit.parse(text))]) == [wanted.replace(" ", "")]
 
 
 def test_another_server_goes_on_where_one_was_lost():
@@ -238,9 +232,8 @@ def rules(**given):
     return {"rules": Rules(**given)}
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
+def test_what_is_right_passes():
+    for given in (
         *({}, {"max_generations": 0, "max_seconds": 0.5}),
         {"rows": (3, 4), "variables": (2, 0), "group": 1},
         {"guesses": ONE, "units": Units(EXPONENTS)},
@@ -250,10 +243,8 @@ def rules(**given):
         {"definitions": TWICE, "operators": {"twice": 2.0}, **rules(counts={"twice": 1})},
         rules(arguments={"pow": (-1, 1)}, nesting={("exp", "exp"): 0}, counts={"sin": 0}),
         {"max_generations": 2**64 - 1, "seed": 2**64 - 1},
-    ],
-)
-def test_what_is_right_passes(given):
-    replace(USUAL, **given).check(LAYOUT)
+    ):
+        replace(USUAL, **given).check(LAYOUT)
 
 
 FEW = {"add": 1.0, "exp": 1.0}

@@ -16,7 +16,7 @@ from warpfit import codec, errors, parse, search_codec, searching
 from warpfit import request as requests
 from warpfit import server_info as info
 from warpfit.dataset import DTYPES, Dataset, Layout
-from warpfit.errors import InternalError, InvalidArgumentError
+from warpfit.errors import InternalError
 from warpfit.ir import Batch, Program
 from warpfit.losses import BY_NAME, Closing, LossFunction
 from warpfit.ops import OPERATORS
@@ -173,9 +173,8 @@ _END = _end()
 _ALL = pb.EvaluateResponse(values=bytes(32))
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
+def test_a_broken_answer_is_an_internal_error():
+    for messages in (
         *([], [_END], [_header(), _END], [_header(), _ALL], [_ALL, _END]),
         [_header(dtype=9), _ALL, _END],
         [_header(dtype=pb.DTYPE_FLOAT64), pb.EvaluateResponse(values=bytes(64)), _END],
@@ -185,13 +184,11 @@ _ALL = pb.EvaluateResponse(values=bytes(32))
         [_header(), pb.EvaluateResponse(values=bytes(33)), _END],
         [_header(), pb.EvaluateResponse(values=bytes(16), offset=16), _END],
         *([_header(), _ALL, _end(losses=8)], [_header(), _ALL, _end(gradients=24)]),
-    ],
-)
-def test_a_broken_answer_is_an_internal_error(messages):
-    evaluation = Evaluation(bytes(32), Batch.of(TWO, [[1.0], []]), loss=Loss.MSE, gradient=True)
-    assert codec.read_result(evaluation, FOUR_ROWS, [_header(), _ALL, _END]).gradients == [0.0]
-    with pytest.raises(errors.InternalError, match="the server's answer"):
-        codec.read_result(evaluation, FOUR_ROWS, messages)
+    ):
+        evaluation = Evaluation(bytes(32), Batch.of(TWO, [[1.0], []]), loss=Loss.MSE, gradient=True)
+        assert codec.read_result(evaluation, FOUR_ROWS, [_header(), _ALL, _END]).gradients == [0.0]
+        with pytest.raises(errors.InternalError, match="the server's answer"):
+            codec.read_result(evaluation, FOUR_ROWS, messages)
 
 
 def test_an_answer_that_is_too_large_for_the_memory():
@@ -207,23 +204,20 @@ def test_an_answer_that_is_too_large_for_the_memory():
 GONE = codec.error_to_status(errors.DatasetNotFoundError())
 
 
-@pytest.mark.parametrize(
-    ("status", "kind", "detail"),
-    [
+def test_without_a_right_detail_the_status_counts():
+    for status, kind, detail in (
         *(("UNKNOWN", errors.InternalError, None), ("UNAVAILABLE", errors.UnavailableError, None)),
         ("DEADLINE_EXCEEDED", errors.DeadlineExceededError, None),
         ("NOT_FOUND", errors.DatasetNotFoundError, b"\xff\xff\xff"),
         # A call whose time ends as its answer arrives has the details of another status.
         ("DEADLINE_EXCEEDED", errors.DeadlineExceededError, GONE),
-    ],
-)
-def test_without_a_right_detail_the_status_counts(status, kind, detail):
-    metadata = detail and [(codec.ERROR_METADATA_KEY, detail)]
-    error = codec.error_from_status(status, "said", metadata)
-    assert type(error) is kind
-    is_late = status == "DEADLINE_EXCEEDED"
-    assert error.message == ("the call did not end in its time" if is_late else "said")
-    assert error.reason == status or status == "NOT_FOUND"
+    ):
+        metadata = detail and [(codec.ERROR_METADATA_KEY, detail)]
+        error = codec.error_from_status(status, "said", metadata)
+        assert type(error) is kind
+        is_late = status == "DEADLINE_EXCEEDED"
+        assert error.message == ("the call did not end in its time" if is_late else "said")
+        assert error.reason == status or status == "NOT_FOUND"
 
 
 @given(evaluation=evaluations(), long=st.sampled_from([0, 1 << 16]))
@@ -301,39 +295,26 @@ def test_the_version_grows_with_the_contract():
 
 # -------------------------------------------------------------------------------------------- fits
 
-TOLERANCES = st.none() | st.floats(0, 1)
-
 
 @st.composite
 def fits(draw):
     batch = draw(batches())
     total = int(batch.parameter_counts.sum())
     custom = draw(st.sampled_from([None, *(make() for make in BY_NAME.values())]))
-    problem = Evaluation(
-        bytes(32),
-        batch,
-        rows=draw(st.none() | st.just((3, 9))),
-        loss=None if custom else draw(st.sampled_from(Loss)),
-        custom_loss=custom,
-        values=False,
-    )
+    loss = None if custom else draw(st.sampled_from(Loss))
+    rows = draw(st.none() | st.just((3, 9)))
+    problem = Evaluation(bytes(32), batch, rows, loss=loss, custom_loss=custom, values=False)
     bounded = draw(st.booleans()) and total > 0
-    settings = FitSettings(
-        method=draw(st.sampled_from([requests.Method.AUTO, requests.Method.BFGS])),
-        max_iterations=draw(st.integers(0, 2**32 - 1)),
-        gradient_tolerance=draw(TOLERANCES),
-        step_tolerance=draw(TOLERANCES),
-        loss_tolerance=draw(TOLERANCES),
-        lower=np.full(total, -np.inf) if bounded else None,
-        upper=np.arange(total, dtype=float) if bounded else None,
-        fixed=np.arange(total) % 2 == 0 if bounded else None,
-        all_starts=draw(st.booleans()),
-        restarts=draw(st.sampled_from([0, 3])),
-        seed=draw(st.integers(0, 2**64 - 1)),
-        missing=draw(st.sampled_from(requests.Missing)),
-        partial=draw(st.booleans()),
-        progress=draw(st.booleans()),
-    )
+    limits = ("gradient_tolerance", "step_tolerance", "loss_tolerance")
+    drawn = dict.fromkeys(limits, st.none() | st.floats(0, 1))
+    drawn |= dict.fromkeys(("all_starts", "partial", "progress"), st.booleans())
+    drawn |= {"method": st.sampled_from([requests.Method.AUTO, requests.Method.BFGS])}
+    drawn |= {"max_iterations": st.integers(0, 2**32 - 1), "seed": st.integers(0, 2**64 - 1)}
+    drawn |= {"restarts": st.sampled_from([0, 3]), "missing": st.sampled_from(requests.Missing)}
+    bounds = {"lower": np.full(total, -np.inf), "upper": np.arange(total, dtype=float)}
+    bounds |= {"fixed": np.arange(total) % 2 == 0}
+    given = {name: draw(strategy) for name, strategy in drawn.items()}
+    settings = FitSettings(**given | (bounds if bounded else {}))
     return FitRequest(problem, settings)
 
 
@@ -343,9 +324,8 @@ def test_fits_survive(request):
     for field in fields(FitSettings):
         before, after = (getattr(r.settings, field.name) for r in (request, back))
         assert np.array_equal(before, after), field.name
-    assert back.problem.custom_loss == request.problem.custom_loss
-    assert back.problem.loss == request.problem.loss
-    assert back.problem.rows == request.problem.rows
+    for name in ("custom_loss", "loss", "rows"):
+        assert getattr(back.problem, name) == getattr(request.problem, name)
     assert back.problem.batch.parameters.tobytes() == request.problem.batch.parameters.tobytes()
     assert back.method == request.method
     back.check(LAYOUT)
@@ -364,8 +344,7 @@ def test_results_of_fits_survive(request, random):
         np.zeros(cells, np.uint32),
         timings=Timings(compute=5),
     )
-    seen = []
-    progress = requests.FitProgress(3, 4, 5)
+    seen, progress = [], requests.FitProgress(3, 4, 5)
     sent = (codec.progress_to_bytes(progress), codec.fit_to_bytes(result))
     back = codec.read_fit(request, map(codec.fit_answer_from_bytes, sent), seen.append)
     assert seen == [progress]
@@ -425,51 +404,36 @@ def guesses(draw, least=1):
     return Batch.of(programs, [rng.normal(size=program.parameters) for program in programs])
 
 
+def maps(keys, values):
+    return st.dictionaries(keys, values, max_size=3)
+
+
+LARGE, FEW = st.integers(0, 2**64 - 1), st.integers(0, 9)
+SIZES = st.tuples(st.integers(-1, 9), st.integers(-1, 9))
 RULES = st.builds(
-    Rules,
-    max_size=COUNTS,
-    max_depth=st.integers(0, 99),
-    complexities=st.dictionaries(OPERATOR_NAMES, COUNTS, max_size=3),
-    counts=st.dictionaries(OPERATOR_NAMES, st.integers(0, 9), max_size=3),
-    nesting=st.dictionaries(PAIRS, st.integers(0, 9), max_size=3),
-    arguments=st.dictionaries(OPERATOR_NAMES, st.tuples(st.integers(-1, 9), st.integers(-1, 9))),
+    *(Rules, COUNTS, st.integers(0, 99), maps(OPERATOR_NAMES, COUNTS), maps(OPERATOR_NAMES, FEW)),
+    *(maps(PAIRS, FEW), maps(OPERATOR_NAMES, SIZES)),
 )
-TEMPLATES = st.builds(
-    searching.Template,
-    st.just(np.array([1, 128, 2, 10], np.uint8)),
-    arrays(4),
-    st.lists(st.integers(1, 3), max_size=3).map(tuple),
-    st.integers(0, 2),
-)
+ARITIES = st.lists(st.integers(1, 3), max_size=3).map(tuple)
+TOKENS = np.array([1, 128, 2, 10], np.uint8)
+TEMPLATES = st.builds(searching.Template, st.just(TOKENS), arrays(4), ARITIES, st.integers(0, 2))
+BASES = searching.BASE_UNITS
+UNITS = st.builds(searching.Units, arrays(3, BASES), st.none() | arrays(BASES))
+WHOLE = ("population", "seed", "max_generations", "max_formulas", "idle_generations")
 REQUESTS = st.builds(
     SearchRequest,
     dataset_id=st.just(KEY),
-    rows=st.none() | st.tuples(st.integers(0, 9), st.integers(10, 2**64 - 1)),
+    rows=st.none() | st.tuples(FEW, st.integers(10, 2**64 - 1)),
     screening_rows=st.integers(1, 2**64 - 1),
     operators=st.dictionaries(OPERATOR_NAMES, FLOATS, min_size=1),
-    variables=st.none() | st.lists(st.integers(0, 9), min_size=1).map(tuple),
-    rules=RULES,
-    units=st.none()
-    | st.builds(
-        searching.Units, arrays(3, searching.BASE_UNITS), st.none() | arrays(searching.BASE_UNITS)
-    ),
-    loss=st.sampled_from(Loss),
-    form=st.sampled_from(searching.Form),
-    template=st.none() | TEMPLATES,
-    definitions=st.dictionaries(OPERATOR_NAMES, st.just(parse("x1 + x2")), max_size=2),
-    monotonic=st.dictionaries(st.integers(0, 9), st.sampled_from([1, -1]), max_size=3),
-    group=st.none() | st.integers(0, 9),
-    guesses=st.none() | guesses(),
-    islands=st.integers(0, 2**32 - 1),
-    population=st.integers(0, 2**64 - 1),
-    pairs=st.booleans(),
-    fit_iterations=st.integers(0, 99),
-    seed=st.integers(0, 2**64 - 1),
-    max_seconds=st.floats(0, 1e9),
-    max_generations=st.integers(0, 2**64 - 1),
-    max_formulas=st.integers(0, 2**64 - 1),
-    idle_generations=st.integers(0, 2**64 - 1),
-    target_loss=FLOATS,
+    variables=st.none() | st.lists(FEW, min_size=1).map(tuple),
+    **{"rules": RULES, "units": st.none() | UNITS, "template": st.none() | TEMPLATES},
+    **{"loss": st.sampled_from(Loss), "form": st.sampled_from(searching.Form)},
+    definitions=maps(OPERATOR_NAMES, st.just(parse("x1 + x2"))),
+    monotonic=maps(FEW, st.sampled_from([1, -1])),
+    **{"group": st.none() | FEW, "guesses": st.none() | guesses(), "pairs": st.booleans()},
+    **{"islands": st.integers(0, 2**32 - 1), "fit_iterations": st.integers(0, 99)},
+    **dict.fromkeys(WHOLE, LARGE) | {"max_seconds": st.floats(0, 1e9), "target_loss": FLOATS},
 )
 
 
@@ -508,19 +472,15 @@ def test_what_is_left_out_has_its_default_and_operators_may_be_codes():
     assert received.rules.nesting == {("add", "add"): 1}
 
 
-@pytest.mark.parametrize(
-    ("field", "wrong"),
-    [
+def test_a_broken_request_is_refused():
+    for field, wrong in (
         *(("content_id", b"short"), ("loss", 77), ("form", 77)),
         *(("units", pb.SearchUnits(variables=b"123")), ("guesses", pb.Programs(values=b"123"))),
-    ],
-)
-def test_a_broken_request_is_refused(field, wrong):
-    message = pb.SearchRequest(content_id=KEY)
-    message.MergeFrom(pb.SearchRequest(**{field: wrong}))
-    with pytest.raises(InvalidArgumentError) as caught:
-        search_codec.search_from_message(message)
-    assert caught.value.field.partition(".")[0] == field
+    ):
+        message = pb.SearchRequest(content_id=KEY)
+        message.MergeFrom(pb.SearchRequest(**{field: wrong}))
+        error = refused("", search_codec.search_from_message, message)
+        assert error.field.partition(".")[0] == field
 
 
 @st.composite
@@ -538,8 +498,7 @@ def test_progress_comes_out_as_it_went_in(progress, ends):
     data = [search_codec.progress_to_bytes(one) for one in sent]
     end = search_codec.search_end(Timings(compute=7))
     data = [*data[:-1], data[-1] + end] if ends else data
-    received = []
-    messages = map(pb.SearchResponse.FromString, data)
+    received, messages = [], map(pb.SearchResponse.FromString, data)
     if ends:
         assert search_codec.read_search(3, messages, received.append).compute == 7
     else:
@@ -553,16 +512,13 @@ STRANGE = search_codec.progress_to_bytes(
 )
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
+def test_a_broken_answer_of_a_search_is_an_internal_error():
+    for messages in (
         *([], [pb.SearchResponse()], [pb.SearchResponse(end=pb.END_TIME)]),
         *([pb.SearchResponse(end=77)], [pb.SearchResponse(front=pb.Front(sizes=b"1234"))]),
         [pb.SearchResponse(front=pb.Front(programs=pb.Programs(codes=b"\1", values=bytes(8))))],
         [pb.SearchResponse.FromString(STRANGE)],
         [pb.SearchResponse.FromString(codec.result_end(Timings()))],
-    ],
-)
-def test_a_broken_answer_of_a_search_is_an_internal_error(messages):
-    with pytest.raises(InternalError):
-        search_codec.read_search(3, iter(messages), lambda progress: None)
+    ):
+        with pytest.raises(InternalError):
+            search_codec.read_search(3, iter(messages), lambda progress: None)

@@ -53,8 +53,7 @@ def columns_of(rows, dtypes=("f8",) * 5):
 
 
 def frames(columns, tmp_path):
-    table = pa.table(columns)
-    path = tmp_path / "table.parquet"
+    table, path = pa.table(columns), tmp_path / "table.parquet"
     parquet.write_table(table, path, row_group_size=13)
     return {
         "pandas": pd.DataFrame(columns),
@@ -139,9 +138,8 @@ DATES = pd.date_range("2020-01-01", periods=3)
 THREE = [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize(
-    ("why", "arguments"),
-    [
+def test_what_is_no_table_of_numbers_is_refused():
+    for why, arguments in (
         ("NOT_NUMBERS: .*column 'a'", [pd.DataFrame({"b": THREE, "a": ["x", "y", "z"]})]),
         ("NOT_NUMBERS: .*timestamp", [pa.table({"a": DATES.to_numpy()})]),
         ("NOT_NUMBERS: X ", [iter([1, 2])]),
@@ -157,10 +155,8 @@ THREE = [1.0, 2.0, 3.0]
         ("UNKNOWN_COLUMN", [np.ones((3, 2)), None, None, ["a"]]),
         ("UNKNOWN_COLUMN", [pa.table([THREE, THREE], ["a", "a"]), None, None, ["a"]]),
         *(("NAME_MISMATCH", [pa.table([THREE, THREE], ["a", "a"])]), ("BAD_FILE", ["data.csv"])),
-    ],
-)
-def test_what_is_no_table_of_numbers_is_refused(why, arguments):
-    refused(why, lambda: client_dataset(open_table(*arguments)))
+    ):
+        refused(why, lambda given=arguments: client_dataset(open_table(*given)))
 
 
 @pytest.mark.parametrize("chunks", [False, True])
@@ -283,26 +279,23 @@ SPREAD = np.linspace(0, 1, 1000)
 TIMES = 1.7e9 + 1000 * SPREAD
 
 
-@pytest.mark.parametrize(
-    ("column", "loses"),
-    [
+def test_columns_that_lose_digits_in_float32_are_warned_of():
+    for column, loses in (
         *((TIMES, True), (np.where(SPREAD < 0.5, np.nan, TIMES), True), (1e-47 * SPREAD, True)),
         *((1e-33 * SPREAD, False), (np.arange(16_000_000, 16_001_000), False)),
         (TIMES.astype(np.float32), False),
-    ],
-)
-def test_columns_that_lose_digits_in_float32_are_warned_of(column, loses):
-    for order in "CF":
-        X = np.asarray(np.stack([SPREAD, column, SPREAD + 1], axis=1), order=order)
-        X = X.astype(column.dtype) if column.dtype == np.float32 else X
-        found = digits_lost(X, names=["a", "time", "b"])
-        assert ("time" in found) == ("float64" in found) == loses, found
-        assert "a (" not in found and "b (" not in found
-    assert digits_lost(X, names=["a", "time", "b"], dtype="float64") == ""
-    assert digits_lost(np.arange(1000), column).startswith("float32 loses digits of y") == loses
-    # Weights are compared with their size, not with their spread.
-    assert digits_lost(SPREAD, SPREAD, 1e6 + 1e-3 * SPREAD) == ""
-    assert "weights" in digits_lost(SPREAD, SPREAD, np.full(1000, 1e-46))
+    ):
+        for order in "CF":
+            X = np.asarray(np.stack([SPREAD, column, SPREAD + 1], axis=1), order=order)
+            X = X.astype(column.dtype) if column.dtype == np.float32 else X
+            found = digits_lost(X, names=["a", "time", "b"])
+            assert ("time" in found) == ("float64" in found) == loses, found
+            assert "a (" not in found and "b (" not in found
+        assert digits_lost(X, names=["a", "time", "b"], dtype="float64") == ""
+        assert digits_lost(np.arange(1000), column).startswith("float32 loses digits of y") == loses
+        # Weights are compared with their size, not with their spread.
+        assert digits_lost(SPREAD, SPREAD, 1e6 + 1e-3 * SPREAD) == ""
+        assert "weights" in digits_lost(SPREAD, SPREAD, np.full(1000, 1e-46))
 
 
 @pytest.mark.parametrize(
@@ -360,19 +353,16 @@ def client():
     return warpfit.testing.client()
 
 
-@pytest.mark.parametrize(
-    ("text", "parameters", "named"),
-    [
+def test_expressions_are_warned_of_by_name(client):
+    for text, parameters, named in (
         *(("1e39*x1/1e39", [], r"1e\+39"), ("x1 + 1e-50*(x1/1e-50)", [], "1e-50")),
         ("(1e30*x1)^2/1e60", [], r"of expression 0, which reaches 1e\+60"),
         *(("p1*x1/p2", [1e40, 1e40], "p1"), (PLANCK, [4000.0], r"e-34|\^ 3")),
-    ],
-)
-def test_expressions_are_warned_of_by_name(client, text, parameters, named):
-    for dtype in ("float32", "float64"):
-        data = client.upload(SPAN, SPAN[:, 0], dtype=dtype)
-        found = warned_of(client.evaluate, data, [text], [parameters], loss="mse")
-        assert [bool(re.search(named, each)) for each in found] == [True] * (dtype == "float32")
+    ):
+        for dtype in ("float32", "float64"):
+            data = client.upload(SPAN, SPAN[:, 0], dtype=dtype)
+            found = warned_of(client.evaluate, data, [text], [parameters], loss="mse")
+            assert [bool(re.search(named, each)) for each in found] == [True] * (dtype == "float32")
 
 
 def test_what_float32_computes_right_is_not_warned_of_but_suspects_are(client):
@@ -435,18 +425,15 @@ def test_only_what_a_person_wrote_is_looked_at_and_not_for_ever(client, monkeypa
     assert looked[10:] == [0] * 100
 
 
-@pytest.mark.parametrize(
-    ("x", "y", "wanted"),
-    [
+def test_the_default_type_is_chosen_by_the_numbers(client):
+    for x, y, wanted in (
         *((SPAN, SPAN[:, 0], "float32"), (1e14 * SPAN, SPAN[:, 0], "float64")),
         ((1e14 * SPAN).astype(np.float32), SPAN[:, 0], "float64"),
         (1.7e9 + SPAN, SPAN[:, 0], "float64"),
-    ],
-)
-def test_the_default_type_is_chosen_by_the_numbers(client, x, y, wanted):
-    for weights in (None, np.full(50, 1e-12)):
-        assert client.upload(x, y, weights).layout.dtype == wanted
-        assert warned_of(client.upload, x, y, weights) == []
+    ):
+        for weights in (None, np.full(50, 1e-12)):
+            assert client.upload(x, y, weights).layout.dtype == wanted
+            assert warned_of(client.upload, x, y, weights) == []
 
 
 def test_integers_that_float64_rounds_are_warned_of(client):

@@ -366,8 +366,7 @@ def run(language, codes, parameters, columns, folder):
         command = [*_LIBRARY[language].split(), "-o", str(library), str(source)]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[:3000]
-        rows = ctypes.c_long(columns.shape[1])
-        given = np.ascontiguousarray(columns)
+        rows, given = ctypes.c_long(columns.shape[1]), np.ascontiguousarray(columns)
         ctypes.CDLL(str(library)).run(given.ctypes, rows, values.ctypes)
         return values
     np.ascontiguousarray(columns).tofile(folder / "in.bin")

@@ -234,8 +234,7 @@ def test_a_generation_is_one_call_and_deaps_algorithms_run_unchanged(
     evaluate = evaluator()
     toolbox.register("evaluate", evaluate)
     toolbox.register("map", evaluate.map)
-    population = toolbox.population(n=300)
-    calls = len(server.calls)
+    population, calls = toolbox.population(n=300), len(server.calls)
     fitnesses = list(toolbox.map(toolbox.evaluate, population))
     assert server.calls[calls:] == ["Evaluate"]
     wanted = [by_deap(tree, pset) for tree in population]
@@ -265,8 +264,7 @@ def test_fitted_constants_stay_in_their_tree(toolbox, pset, evaluator, server):
     place = 5
     tree[place] = number()
     twin = creator.Individual(tree)
-    before = twin[place].value
-    evaluate = evaluator(fit_iterations=20)
+    before, evaluate = twin[place].value, evaluator(fit_iterations=20)
     ((fitness,),) = evaluate.map(evaluate, [tree])
     assert fitness < 1e-12 and tree[place].value == pytest.approx(3.5)
     assert by_deap(tree, pset) == pytest.approx(0.0, abs=1e-12)

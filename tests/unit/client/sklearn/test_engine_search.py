@@ -45,8 +45,7 @@ def result(*texts, reason=SearchReason.GENERATIONS, losses=(1.5, 0.75)):
 @pytest.fixture
 def task():
     def make(answer=None, loss=Loss.MSE, seen=(), **settings):
-        options = SymbolicRegressor(**settings)
-        asked = {}
+        options, asked = SymbolicRegressor(**settings), {}
 
         def search(data, progress, **keywords):
             asked.update(keywords, rows=data)
@@ -107,13 +106,6 @@ def test_time_alone_ends_a_search_of_a_million_generations(task, generations, se
     assert (asked["seconds"] is None) == (seconds == math.inf)
 
 
-def test_of_a_large_sample_the_engine_draws_as_many_rows_as_a_server_scores(task):
-    made, asked = task(result("x1"))
-    sample = np.broadcast_to(0, 1 + MOST_SCREENING_ROWS)
-    engine_search.search(ExitStack(), replace(made, sample=sample))
-    assert asked["screening_rows"] == MOST_SCREENING_ROWS
-
-
 def test_a_front_is_written_without_numbers_that_change_nothing(task):
     made, _ = task(result("sin(x1)*1 + 0", "sin(x2)*1 + 3"))
     front = engine_search.search(ExitStack(), made).front()
@@ -141,10 +133,12 @@ def test_what_was_reported_is_kept(task, error, reason):
         engine_search.search(ExitStack(), made)
 
 
-def test_directions_and_functions_of_ones_own_are_asked_for(task):
+def test_directions_own_functions_and_as_many_rows_as_a_server_scores_are_asked_for(task):
     constraints = {"monotonic": {"x1": "increasing"}, "count": {"sinc": 1}}
     made, asked = task(result("x1"), constraints=constraints)
-    engine_search.search(ExitStack(), made)
+    sample = np.broadcast_to(0, 1 + MOST_SCREENING_ROWS)
+    engine_search.search(ExitStack(), replace(made, sample=sample))
+    assert asked["screening_rows"] == MOST_SCREENING_ROWS
     assert asked["monotonic"] == {0: "increasing"}
     assert asked["counts"] == {"sinc": 1} and [*asked["definitions"]] == ["sinc"]
 
@@ -162,8 +156,7 @@ def test_slope_and_intercept_around_a_template_become_numbers_in_it(text, fitted
     contract = form.contract(np.arange(256, dtype=np.uint8))
     contract.check(2, {})
     assert contract.fitted == fitted
-    rng = np.random.default_rng(2)
-    functions = {1: "exp(x1)", 2: "x1*sin(x2)"}
+    rng, functions = np.random.default_rng(2), {1: "exp(x1)", 2: "x1*sin(x2)"}
     cores = [Genomes.of([parse(functions[arity])]) for arity in contract.arities]
     numbers = rng.uniform(0.5, 1.5, form.engine_parts - len(cores))
     parts = [*cores, *(Genomes.of([warpfit.Program.constant(own)]) for own in numbers)]
@@ -214,15 +207,12 @@ def genomes_of(*texts):
     return gp.Genomes.of([parse(text) for text in texts])
 
 
-@pytest.mark.parametrize(
-    ("text", "short"),
-    [
+def test_what_is_simplified():
+    for text, short in (
         *(("2*x1 + 3", "x1"), ("-(x1*x2)", "x1*x2"), ("sin(exp(0.0))*x2", "x2")),
         *(("square(x1 + (2 + 3))", "(x1 + 5) ^ 2"), ("(x1 + 1)*x2", "(x1 + 1)*x2"), ("1 + 2", "3")),
-    ],
-)
-def test_what_is_simplified(text, short):
-    assert gp.simplified(genomes_of(text)).program(0) == parse(short)
+    ):
+        assert gp.simplified(genomes_of(text)).program(0) == parse(short)
 
 
 def rules_of(given, most=24, operators=("add", "mul", "exp", "sin")):
@@ -249,18 +239,15 @@ def test_constraints_bound_depth_counts_and_nesting():
         refused("", admitted, given, "x1")
 
 
-@pytest.mark.parametrize(
-    ("operators", "text", "is_written"),
-    [
+def test_formulas_are_written_with_operators_that_were_named():
+    for operators, text, is_written in (
         *((("mul",), "x1^2*x1^4 - x1^2", False), (("mul",), "x1^-2", False)),
         *((("mul",), "x1^1.5", False), (("mul", "sqrt"), "x1^1.5", True)),
         *((("exp",), "exp(2*x1)", False), (("exp", "mul"), "exp(x1/2)", True)),
         *((("exp", "mul"), "exp(1/x1)", False), (("sqrt", "mul"), "abs(x1)", False)),
         (("sinc",), "sinc(x1)", True),
-    ],
-)
-def test_formulas_are_written_with_operators_that_were_named(operators, text, is_written):
-    assert limits.writing(operators)(genomes_of(text)).tolist() == [is_written]
+    ):
+        assert limits.writing(operators)(genomes_of(text)).tolist() == [is_written]
 
 
 def test_complexity_is_weighed_with_slope_and_intercept():
@@ -288,15 +275,12 @@ UNITS = {"m": "kg", "v": "m/s", "w": "m*s^-1", "t": "s"}
 DIMENSIONS = dimensions(UNITS, COLUMN_NAMES, len(COLUMN_NAMES))
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
+def test_equal_units_have_one_dimension():
+    for one, other in (
         *(("J", "kg*m^2/s^2"), ("", None), ("m^0.5*m^0.5", "m"), ({"kg": 1, "m": 1, "s": -2}, "N")),
         ("rad", "1"),
-    ],
-)
-def test_equal_units_have_one_dimension(one, other):
-    assert dimension(one) == pytest.approx(dimension(other), abs=1e-12)
+    ):
+        assert dimension(one) == pytest.approx(dimension(other), abs=1e-12)
 
 
 def test_units_of_other_systems_are_those_of_pint():
@@ -312,23 +296,20 @@ def test_units_by_column_and_by_default_names_and_those_that_do_not_fit():
         refused("BAD_SETTING", dimensions, units, COLUMN_NAMES, len(COLUMN_NAMES))
 
 
-@pytest.mark.parametrize(
-    ("text", "sound"),
-    [
+def test_formulas_are_consistent_in_their_units():
+    for text, sound in (
         ("v*t + 3*w", True),  # 3 may be a time
         *(("v*t + w", False), ("square(v)/w - w", True), ("exp(v)", False)),
         *(("sin(angle) + angle", True), ("v^angle", False), ("v^2.5 + w", True)),
         *(("min(v, t)", False), ("fma(v, t, w)", False)),
-    ],
-)
-def test_formulas_are_consistent_in_their_units(text, sound):
-    program = parse(text, COLUMN_NAMES)
-    assert limits.consistency(DIMENSIONS)(gp.Genomes.of([program])).tolist() == [sound]
-    if sound:
-        check_units(program, DIMENSIONS, None, COLUMN_NAMES)
-    else:
-        error = refused("UNITS_DIFFER", check_units, program, DIMENSIONS, None, COLUMN_NAMES)
-        assert error.position is not None
+    ):
+        program = parse(text, COLUMN_NAMES)
+        assert limits.consistency(DIMENSIONS)(gp.Genomes.of([program])).tolist() == [sound]
+        if sound:
+            check_units(program, DIMENSIONS, None, COLUMN_NAMES)
+        else:
+            error = refused("UNITS_DIFFER", check_units, program, DIMENSIONS, None, COLUMN_NAMES)
+            assert error.position is not None
 
 
 @pytest.mark.parametrize(

@@ -38,20 +38,17 @@ def test_fixed_addresses(address, found):
     assert target_of(None, {}).addresses == (DEFAULT_ADDRESS,)
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
+def test_what_is_no_address_is_refused_with_a_remedy():
+    for address in (
         *(50551, b"a:1", {"a": 1}, ["a:1", None], []),
         *("", "a", ":1", "a:0", "a:65536", "a:\u0661", "a:1,,b:2", "a b:1", "a\x00:1"),
         *("m\u00fcnchen:1", "a..b:1", "a" * 64 + ":1", "::1:1", "[::1:1", "[127.0.0.1]:1"),
         *("300.1.1.1:1", "a:" + "1" * 5000, "a:+1", "a/127.0.0.1:1", "http://a:1", "dns:a:1"),
         *("ipv4:[::1]:1", "ipv6:127.0.0.1:1", "unix:", "unix://a", "unix:" + "a" * 108),
         *("unix:a\x00b", "UNIX:x", "dns:///a", "dns://8.8.8.8/a:1", "dns:///a:1,b:2"),
-    ],
-)
-def test_what_is_no_address_is_refused_with_a_remedy(address):
-    for connect in (warpfit.connect, warpfit.connect_async):
-        assert "PORT" in refused("BAD_ADDRESS", connect, address).remedy
+    ):
+        for connect in (warpfit.connect, warpfit.connect_async):
+            assert "PORT" in refused("BAD_ADDRESS", connect, address).remedy
 
 
 def test_a_name_stands_for_all_of_its_addresses(monkeypatch):
@@ -180,51 +177,37 @@ def tls_servers(tmp_path_factory):
     foreign = Authority(tmp_path_factory.mktemp("foreign"))
     own = authority.issue("server", file="server")
     pair = [(own.key.read_bytes(), own.certificate.read_bytes())]
-    trusted = authority.file.read_bytes()
-    kinds = {
-        "tls": grpc.ssl_server_credentials(pair),
-        "mutual": grpc.ssl_server_credentials(pair, trusted, require_client_auth=True),
-        "plain": None,
-    }
-    servers, addresses = [], {}
-    for name, credentials in kinds.items():
-        server = grpc.server(ThreadPoolExecutor(1))
-        if credentials is None:
-            port = server.add_insecure_port("127.0.0.1:0")
-        else:
-            port = server.add_secure_port("127.0.0.1:0", credentials)
-        server.start()
-        servers.append(server)
-        addresses[name] = f"127.0.0.1:{port}"
+    trusted, secure = authority.file.read_bytes(), grpc.ssl_server_credentials
+    server, mutual = grpc.server(ThreadPoolExecutor(1)), secure(pair, trusted, True)
+    ports = {"tls": server.add_secure_port("127.0.0.1:0", secure(pair))}
+    ports |= {"mutual": server.add_secure_port("127.0.0.1:0", mutual)}
+    ports |= {"plain": server.add_insecure_port("127.0.0.1:0")}
+    server.start()
+    addresses = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
     yield addresses, authority.file, foreign, foreign.issue("eve")
-    for server in servers:
-        server.stop(None)
+    server.stop(None)
 
 
 @pytest.mark.parametrize(
     ("server", "settings", "reason"),
     [
         *(("tls", None, "TLS_WANTED"), ("mutual", None, "TLS_WANTED"), ("plain", {}, "NO_TLS")),
-        ("tls", {"ca": "foreign"}, "UNTRUSTED_CERTIFICATE"),
+        ("tls", "foreign", "UNTRUSTED_CERTIFICATE"),
         ("tls", {"server_name": "nobody.example"}, "WRONG_SERVER_NAME"),
         ("mutual", {}, "CLIENT_CERTIFICATE_WANTED"),
-        ("mutual", {"certificate": "foreign"}, "CLIENT_CERTIFICATE_REFUSED"),
+        ("mutual", "eve", "CLIENT_CERTIFICATE_REFUSED"),
     ],
 )
 def test_what_the_sides_set_differently_is_named_at_once(tls_servers, server, settings, reason):
     addresses, ca, foreign, eve = tls_servers
-    tls = False
-    if settings is not None:
-        given = {"ca": ca} | settings
-        given["ca"] = foreign.file if given["ca"] == "foreign" else ca
-        if "certificate" in given:
-            given |= {"certificate": eve.certificate, "key": eve.key}
-        tls = warpfit.TlsConfig(**given)
-    started = time.monotonic()
-    with (
-        warpfit.connect(addresses[server], tls=tls) as client,
-        pytest.raises(warpfit.UnavailableError) as caught,
-    ):
+    files = {
+        "foreign": {"ca": foreign.file},
+        "eve": {"certificate": eve.certificate, "key": eve.key},
+    }
+    given = {"ca": ca} | (files[settings] if isinstance(settings, str) else settings or {})
+    tls = settings is not None and warpfit.TlsConfig(**given)
+    started, client = time.monotonic(), warpfit.connect(addresses[server], tls=tls)
+    with client, pytest.raises(warpfit.UnavailableError) as caught:
         client.info()
     assert caught.value.reason == reason
     assert time.monotonic() - started < 10, "nothing is repeated"

@@ -124,7 +124,6 @@ def test_a_lie_is_an_error_of_this_package(liar, name, lie, recwarn):
     whole = [b"".join(LIES[lie])] if LIES[lie] else []
     handler.answers = {method: LIES[lie] if name in STREAMED else whole}
     if method == "UploadVariables":
-        handler.usual = {}
         handler.answers["GetVariables"] = []
         handler.status, handler.usual = grpc.StatusCode.NOT_FOUND, {"UploadVariables": []}
     try:
