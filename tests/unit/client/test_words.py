@@ -68,9 +68,8 @@ def found():
         }
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "remedy"),
-    [
+def test_a_missing_attribute_says_what_is_meant(found):
+    for owner, name, remedy in (
         *(("fit", "popt", "Use parameters"), ("fit", "predict", r"Use formula\(\)")),
         ("fit", "losss", r"Did you mean loss\?"),
         ("data", "close", r"Use client.release\(data\)"),
@@ -86,14 +85,12 @@ def found():
         ("equation", "sympy", r"Use program.sympy\(names\)"),
         ("equation", "complexty", r"Did you mean complexity\?"),
         *(("table", name, rf".*to_pandas\(\).{name}") for name in ("iloc", "columns", "head")),
-    ],
-)
-def test_a_missing_attribute_says_what_is_meant(found, owner, name, remedy):
-    with pytest.raises(AttributeError, match=rf"no attribute '{name}'(\. )?{remedy}") as caught:
-        getattr(found[owner], name)
-    told = "".join(traceback.format_exception(caught.value))
-    assert told.count("Did you mean") == remedy.startswith("Did"), "Python adds no guess"
-    assert not hasattr(found[owner], name)
+    ):
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}'(\. )?{remedy}") as caught:
+            getattr(found[owner], name)
+        told = "".join(traceback.format_exception(caught.value))
+        assert told.count("Did you mean") == remedy.startswith("Did"), "Python adds no guess"
+        assert not hasattr(found[owner], name)
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
@@ -338,9 +335,8 @@ SEARCH = ["search", "t.csv", "--target", "y"]
 FIT = ["fit", "t.csv", "x1", "--target", "y"]
 
 
-@pytest.mark.parametrize(
-    ("run", "words", "meant"),
-    [
+def test_a_slip_in_a_command_is_answered(capsys):
+    for run, words, meant in (
         (main, ["serach", "t.csv"], "search"),
         (main, ["search", "t.csv", "--target", "y", "--model-selection", "acuracy"], "accuracy"),
         (main, ["eval", "t.csv", "x1", "--los", "mse", "--wieghts", "w"], "--weights"),
@@ -350,13 +346,11 @@ FIT = ["fit", "t.csv", "x1", "--target", "y"]
         (main, [*FIT, "--bounds", "0"], "client.optimize(..., bounds="),
         (main, [*FIT, "--params", "1,2"], "several with spaces"),
         (main, [*SEARCH, "--hurz", "3"], "unrecognized arguments: --hurz 3\n"),
-    ],
-)
-def test_a_slip_in_a_command_is_answered(run, words, meant, capsys):
-    with pytest.raises(SystemExit):
-        run(words)
-    is_slip = meant.strip("-").replace("-", "").isalpha()
-    assert (f"Did you mean {meant}?" if is_slip else meant) in capsys.readouterr().err
+    ):
+        with pytest.raises(SystemExit):
+            run(words)
+        is_slip = meant.strip("-").replace("-", "").isalpha()
+        assert (f"Did you mean {meant}?" if is_slip else meant) in capsys.readouterr().err
 
 
 def test_help_names_a_default_once(capsys):

@@ -138,18 +138,15 @@ def test_names_of_the_standard_functions_in_sympy():
         np.testing.assert_allclose(got[both], np.real(wanted)[both], rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "reason"),
-    [
+def test_definitions_that_are_refused(own):
+    for name, text, reason in (
         *(("sin", "cos(a)", "BAD_NAME"), ("not", "1 - a", "BAD_NAME")),
         *(("loop", "1 + loop(a)", "RECURSION"), ("none", "2 + 3", "BAD_OPERANDS")),
         *(("gap", "a + c", "BAD_OPERANDS"), ("fitted", "p1*a", "UNKNOWN_NAME")),
         ("later", "not_yet(a)", "UNKNOWN_FUNCTION"),
         ("long", "+".join(["a"] * 600), "MACRO_TOO_LONG"),
-    ],
-)
-def test_definitions_that_are_refused(own, name, text, reason):
-    refused(reason, warpfit.define, name, text)
+    ):
+        refused(reason, warpfit.define, name, text)
 
 
 def test_calls_are_written_out_and_definitions_are_taken_up_to_a_limit(own):

@@ -37,37 +37,25 @@ def test_lists_of_mixed_expressions():
 
 
 def test_other_things_are_refused_with_their_place():
-    for why, read, given in (
-        *(
-            (f"UNKNOWN_EXPRESSION_TYPE: .*{type(thing).__name__}.*SymPy", as_program, thing)
-            for thing in (None, 3j, ["x1"])
-        ),
-        *(
-            (f"UNKNOWN_EXPRESSION_TYPE: .*{type(thing).__name__} .*{remedy}", read, thing)
-            for read in (from_sympy, from_gplearn, from_deap, from_pysr)
-            for thing, remedy in (("add(x1, x2)", "warpfit.parse"), (None, "Give "), (3, "Give "))
-            if read is not from_pysr or thing != "add(x1, x2)"
-        ),
-        ("EXPECTED_OPERAND: .*expression 2", as_population, ["x1", "x2", "x1 +"]),
-        ("UNKNOWN_EXPRESSION_TYPE: .*expression 2", as_population, ["x1", "x2", None]),
-        *(
-            ("NOT_A_LIST", as_population, thing)
-            for thing in ("x1", Program.variable(0), {"x1"}, {"x1": 1})
-        ),
-        *(
-            (f"{reason}: .*expression 1", from_prefix, [["x1"], tree])
-            for reason, tree in (
-                *(("STACK_LEFTOVERS", ["add", "x1"]), ("STACK_LEFTOVERS", [])),
-                *(("UNKNOWN_NAME", ["foo", "x1"]), ("UNKNOWN_NODE", ["x1 + x2"])),
-                *(("MISSING_VALUE", [None]), ("NOT_NUMBERS", [["x1"]])),
-            )
-        ),
-        *(
-            ("Give a list of trees", from_prefix, nodes)
-            for nodes in (["add", "x1", "x2"], [2.5], [["x1"], "x2"])
-        ),
+    for thing in (None, 3j, ["x1"]):
+        refused(f"TYPE: .*{type(thing).__name__}.*SymPy", as_program, thing)
+    for read in (from_sympy, from_gplearn, from_deap, from_pysr):
+        for thing in (None, 3):
+            refused(f"UNKNOWN_EXPRESSION_TYPE: .*{type(thing).__name__} .*Give ", read, thing)
+        if read is not from_pysr:
+            refused("UNKNOWN_EXPRESSION_TYPE: .*str .*warpfit.parse", read, "add(x1, x2)")
+    refused("EXPECTED_OPERAND: .*expression 2", as_population, ["x1", "x2", "x1 +"])
+    refused("UNKNOWN_EXPRESSION_TYPE: .*expression 2", as_population, ["x1", "x2", None])
+    for thing in ("x1", Program.variable(0), {"x1"}, {"x1": 1}):
+        refused("NOT_A_LIST", as_population, thing)
+    for reason, tree in (
+        *(("STACK_LEFTOVERS", ["add", "x1"]), ("STACK_LEFTOVERS", [])),
+        *(("UNKNOWN_NAME", ["foo", "x1"]), ("UNKNOWN_NODE", ["x1 + x2"])),
+        *(("MISSING_VALUE", [None]), ("NOT_NUMBERS", [["x1"]])),
     ):
-        refused(why, read, given)
+        refused(f"{reason}: .*expression 1", from_prefix, [["x1"], tree])
+    for nodes in (["add", "x1", "x2"], [2.5], [["x1"], "x2"]):
+        refused("Give a list of trees", from_prefix, nodes)
 
 
 def _sympy(number):

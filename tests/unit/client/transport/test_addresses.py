@@ -188,28 +188,25 @@ def tls_servers(tmp_path_factory):
     server.stop(None)
 
 
-@pytest.mark.parametrize(
-    ("server", "settings", "reason"),
-    [
+def test_what_the_sides_set_differently_is_named_at_once(tls_servers):
+    for server, settings, reason in (
         *(("tls", None, "TLS_WANTED"), ("mutual", None, "TLS_WANTED"), ("plain", {}, "NO_TLS")),
         ("tls", "foreign", "UNTRUSTED_CERTIFICATE"),
         ("tls", {"server_name": "nobody.example"}, "WRONG_SERVER_NAME"),
         ("mutual", {}, "CLIENT_CERTIFICATE_WANTED"),
         ("mutual", "eve", "CLIENT_CERTIFICATE_REFUSED"),
-    ],
-)
-def test_what_the_sides_set_differently_is_named_at_once(tls_servers, server, settings, reason):
-    addresses, ca, foreign, eve = tls_servers
-    files = {
-        "foreign": {"ca": foreign.file},
-        "eve": {"certificate": eve.certificate, "key": eve.key},
-    }
-    given = {"ca": ca} | (files[settings] if isinstance(settings, str) else settings or {})
-    tls = settings is not None and warpfit.TlsConfig(**given)
-    started, client = time.monotonic(), warpfit.connect(addresses[server], tls=tls)
-    with client, pytest.raises(warpfit.UnavailableError) as caught:
-        client.info()
-    assert caught.value.reason == reason
-    assert time.monotonic() - started < 10, "nothing is repeated"
-    text = "".join(traceback.format_exception(caught.value))
-    assert "grpc" not in text, "no cause or context of gRPC's"
+    ):
+        addresses, ca, foreign, eve = tls_servers
+        files = {
+            "foreign": {"ca": foreign.file},
+            "eve": {"certificate": eve.certificate, "key": eve.key},
+        }
+        given = {"ca": ca} | (files[settings] if isinstance(settings, str) else settings or {})
+        tls = settings is not None and warpfit.TlsConfig(**given)
+        started, client = time.monotonic(), warpfit.connect(addresses[server], tls=tls)
+        with client, pytest.raises(warpfit.UnavailableError) as caught:
+            client.info()
+        assert caught.value.reason == reason
+        assert time.monotonic() - started < 10, "nothing is repeated"
+        text = "".join(traceback.format_exception(caught.value))
+        assert "grpc" not in text, "no cause or context of gRPC's"
