@@ -79,7 +79,6 @@ def test_an_asyncio_client_and_its_handles_are_pickled_too():
 
 
 # ------------------------------------------------------------------------------------ other systems
-
 #: Imports other libraries first, which look for the system themselves; then takes away what Windows
 #: or macOS lack, imports every module of the client, and makes calls.
 SCRIPT = """
@@ -121,7 +120,6 @@ def test_the_client_runs_without_what_only_linux_has():
 
 
 # ---------------------------------------------------------------------------- the in-process server
-
 ROWS = np.random.default_rng(8).uniform(0.1, 3, size=(20, 3))
 
 
@@ -158,7 +156,6 @@ def test_no_warning_of_numpy_reaches_callers():
 
 
 # -------------------------------------------------------------------------------------------- types
-
 CLIENT = Path(__file__).resolve().parents[3] / "client"
 #: Expressions of a caller, and what a checker is to know of them.
 REVEALED = {

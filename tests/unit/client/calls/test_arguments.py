@@ -118,7 +118,6 @@ def test_half_a_character_is_refused_in_a_text_that_can_be_printed(client):
 
 
 # ---------------------------------------------------------------------------------------- mistakes
-
 U1, U4 = np.uint8, np.uint32
 BOTH = Program.parameter(0), Program.parameter(1)
 
@@ -134,15 +133,12 @@ def evaluate(*arguments, **options):
 #: By a pattern of reason and message: a call with a mistake.
 CASES = {
     "needs a target": lambda c, d: c.evaluate(c.upload(X), "x1", loss="mse"),
-    "needs a target ": lambda c, d: c.evaluate(c.upload(X), "x1", correlation=True),
     **{"'sloppy'": evaluate(precision="sloppy"), "rows is slice": evaluate(rows=slice(0, 10, 2))},
     "row range 0:61 does not fit": evaluate(rows=(0, 61)),
     "timeout 0.0 is not positive": evaluate(timeout=0),
     "numbers stand where .* client.upload": evaluate(X),
     "double precision is not supported.*auto": lambda c, d: c.upload(X, dtype="double precision"),
     **{"client.upload": lambda c, d: c.evaluate(X, ["x1"]), "loss='abs": evaluate(loss=np.mean)},
-    "Convert text": lambda c, d: c.upload(X, ["a"] * len(X)),
-    "Give one number for each row of X": lambda c, d: c.upload(X, X[1:, 0]),
     "no keyword 'los'. Did you mean loss": evaluate(los="mse"),
     "Did you mean max_iterations": fit(max_iter=5),
     "Did you mean tolerance": lambda c, d: c.simplify(d, ["x1"], tolerence=0.1),
@@ -158,7 +154,6 @@ CASES = {
     r"bounds is \(0,\)": fit(bounds=(0,)),
     "expressions is a set. Give a list": evaluate({"x1"}),
     "weights has 0 dimensions. Give one number": lambda c, d: c.upload(X, X[:, 0], 2.0),
-    "name 'e1'. Variables are e, b": lambda c, d: parse("e1", ("e", "b")),
     "progress is True": fit(progress=True),
     r"p2 has a bound that is not a number": fit(bounds=([[0.0, np.nan]], np.inf)),
     "p1 has bounds between which no number": fit(bounds=(np.inf, np.inf)),
@@ -166,7 +161,6 @@ CASES = {
     "data is of type int": lambda c, d: c.release(5),
     "no numbers": lambda c, d: Program(["a"], [0.0]),
     "no whole number from 0 to 255": lambda c, d: Program([1.5], [0.0]),
-    "whole number from 0": lambda c, d: Program([300], [0.0]),
     "an operand of sin is no Program": lambda c, d: Program.apply("sin", "x1"),
     "cannot be of type NoneType": lambda c, d: parse(None),
     "defined by two texts": lambda c, d: warpfit.define("mine", 3),
@@ -178,10 +172,9 @@ CASES = {
     **{"LOSS_MISSING": evaluate(gradient=True), "LOSS_MISSING ": evaluate(linear_scaling=True)},
     "SCALING_UNDEFINED": evaluate(loss="huber", linear_scaling=True),
     "CONFLICTING_OUTPUTS": evaluate(loss="mse", linear_scaling=True, gradient=True),
-    **{"EXPECTED_OPERAND": evaluate(loss="abs("), "UNKNOWN_NAME": evaluate(loss="abs(z)")},
+    "UNKNOWN_NAME": evaluate(loss="abs(z)"),
     "BAD_LOSS.*p1": lambda c, d: LossFunction.parse("p1*d"),
     "BAD_LOSS.*x4": lambda c, d: LossFunction.parse("x4*d"),
-    "BAD_ENUM.*median": lambda c, d: LossFunction.parse("d", "median"),
     "p1 is used": lambda c, d: c.simplify(d, ["x1 + p1"]),
     "2 parameter vectors": lambda c, d: c.simplify(d, "x1 + p1", [[1.0], [2.0]]),
     "x9.* out of range": lambda c, d: c.simplify(d, ["x9"]),
@@ -190,7 +183,6 @@ CASES = {
     "squared differences": fit(loss="mae", evidence=True),
     "all are asked for": fit(restarts=2, all_starts=True, evidence=True),
     "intervals is '95'.*a level between 0 and 1": fit(intervals="95"),
-    "BAD_SETTING.*nosuch": lambda c, d: c.propose(d, ["p1*x1"], units={"nosuch": "m"}),
     "UNKNOWN_UNIT": lambda c, d: c.propose(d, ["p1*x1"], target_unit="florin"),
     "'nosuch'": lambda c, d: c.propose(d, ["p1*x1"], loss="nosuch"),
     "restarts is 1000000000": lambda c, d: c.propose(d, ["p1*x1"], restarts=10**9),
@@ -202,14 +194,12 @@ CASES = {
     **{"Write parameters=": fit(p0=[1]), "Write seed=": lambda c, d: c.search(d, random_state=1)},
     "Write counts=, nesting=": lambda c, d: c.search(d, constraints={}),
     "Use held_out, loss, ": lambda c, d: c.propose(d, ["x1"], p0=1),
-    "Did you mean weights=": lambda c, d: c.upload(X, weight=[1]),
     "Write weights=": lambda c, d: c.upload(X, yerr=[1]),
     'the address as "HOST:PORT"': lambda c, d: warpfit.connect(host="h", port=1),
     "timeout= to each call": lambda c, d: warpfit.connect_async(timeout=1),
     "Did you mean address=": lambda c, d: warpfit.connect(adress="h:1"),
     r'local\("--devices", "cpu"\)': lambda c, d: warpfit.local(devices="cpu"),
-    **{"weights= to upload": fit(sigma=[1]), "max_iterations=": fit(maxfev=9)},
-    "from_deap": evaluate(operators={"a": "b"}),
+    **{"weights= to upload": fit(sigma=[1]), "from_deap": evaluate(operators={"a": "b"})},
     "seconds=": lambda c, d: c.search(d, max_seconds=3),
     "without np, such as exp": evaluate(["np.exp(x1)"]),
     "Use it as it is": lambda c, d: warpfit.define("logistic", "1/(1+exp(-a))"),
@@ -218,11 +208,8 @@ CASES = {
     "Did you mean .*compiled": evaluate(tier="compile"),
     "Did you mean .*max_depth": lambda c, d: c.search(d, generations=1, max_dept=3),
     "Did you mean .*drop": fit(missing="drops"),
-    "Did you mean .*huber": lambda c, d: losses.as_loss("hubber"),
     "Did you mean .*relative": lambda c, d: LossFunction.parse("d^2", "relativ"),
     "Did you mean .*square": lambda c, d: Program.apply("sqare", BOTH[0]),
-    "Did you mean .*javascript": lambda c, d: parse("x1").code("JS"),
-    "Did you mean .*cos": lambda c, d: parse("coss(x1)"),
 }
 
 
@@ -276,7 +263,6 @@ def test_what_is_no_number_in_its_range_is_told(client, data, name):
 
 
 # ----------------------------------------------------------------------------------------- batches
-
 TEXTS = ["x1 + p1", "sin(x2)", "x1*x2 - 3", "p1/p2"]
 
 
@@ -332,8 +318,6 @@ def test_what_is_no_vector_of_parameters_is_refused():
 
 
 # -------------------------------------------------------------- the one door for numbers of callers
-
-
 #: An object that gives a masked array when asked for one, as variables of NetCDF files do.
 class Lazy:
     def __array__(self, dtype=None, copy=None):
@@ -456,7 +440,6 @@ def test_the_row_is_named():
 
 
 # ------------------------------------------------------------------------- every place has it
-
 #: What has no order, or can be read only once: NumPy takes it for one object.
 UNORDERED = {
     **{"generator": lambda: (value for value in (1.0, 2.0)), "set": lambda: {1.0, 2.0}},

@@ -72,8 +72,6 @@ def test_a_mistake_in_a_call_is_named():
 
 
 # ----------------------------------------------------------------------------------- interruptions
-
-
 def progress(text, loss, size, **given):
     """Return a progress with the constant and one formula, all of whose parameters are 2."""
     program = warpfit.parse(text)
@@ -202,7 +200,6 @@ def test_another_server_goes_on_where_one_was_lost():
 
 
 # -------------------------------------------------------------------------- the checks of a request
-
 ROWS = np.random.default_rng(0).normal(size=(20, 3))
 LAYOUT = Dataset.of(ROWS, ROWS[:, 0]).layout
 USUAL = SearchRequest(bytes(32), max_generations=1)

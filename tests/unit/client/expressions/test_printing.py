@@ -171,7 +171,6 @@ def test_names_in_latex_hold_nothing_that_acts_elsewhere(odd):
 
 
 # -------------------------------------------------------------------------------- formulas to read
-
 THREE = ("R", "T", "x1")
 
 

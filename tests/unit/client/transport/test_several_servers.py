@@ -190,7 +190,6 @@ def test_the_generator_of_the_caller_is_left_alone():
 
 
 # ------------------------------------------------------------------------------------------ clients
-
 BUSY = warpfit.ResourceExhaustedError("busy", "QUEUE_FULL", retry_after=0.2)
 NO_ROOM = warpfit.ResourceExhaustedError("no room", "NO_ROOM", needed=5, available=4)
 RESTARTING = warpfit.UnavailableError("gone", "ENGINE_RESTARTING")
@@ -302,8 +301,6 @@ def test_a_handle_without_numbers_finds_a_server_that_has_the_data(fleet):
 
 
 # --------------------------------------------------------------------------------------- addresses
-
-
 @pytest.mark.parametrize("connect", [warpfit.connect, warpfit.connect_async])
 def test_servers_come_and_go(monkeypatch, connect):
     monkeypatch.setattr(failover, "_RESOLVE_SECONDS", (0.0, 0.0))
@@ -349,8 +346,6 @@ def test_a_server_that_has_not_answered_in_time_is_left_alone(over_grpc):
 
 
 # ----------------------------------------------------------------------------------- first contact
-
-
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
