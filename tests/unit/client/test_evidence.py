@@ -1,7 +1,5 @@
 """The evidence for formulas, compared with SciPy's distributions and with NumPy's own algebra."""
 
-from __future__ import annotations
-
 import math
 import time
 from itertools import pairwise

@@ -29,7 +29,6 @@ def test_malformed_programs_are_refused():
     ):
         error = refused(reason, Program, codes, values)
         assert (error.expression, error.token) == (0, token)
-
     assert refused("", Program, "x1 + 2", ()).remedy == "Parse texts with warpfit.parse"
 
 
@@ -183,19 +182,12 @@ def damaged(batch, place, code, value, lengths):
     return Batch(codes, values, shifted, batch.parameter_counts, batch.parameters)
 
 
-DAMAGES = st.tuples(
-    st.integers(0, 100),
-    st.none() | st.sampled_from(CODES),
-    st.none() | st.sampled_from(ODD),
-    st.integers(0, 3),
-)
+CHANGES = st.none() | st.sampled_from(CODES), st.none() | st.sampled_from(ODD)
+DAMAGES = st.lists(st.tuples(st.integers(0, 100), *CHANGES, st.integers(0, 3)), min_size=3)
+DRAWN = st.lists(programs(max_tokens=12, variables=VARIABLES + 1), min_size=1, max_size=5)
 
 
-@given(
-    st.lists(programs(max_tokens=12, variables=VARIABLES + 1), min_size=1, max_size=5),
-    st.lists(DAMAGES, min_size=3, max_size=12),
-    st.integers(0, 2),
-)
+@given(DRAWN, DAMAGES, st.integers(0, 2))
 def test_the_fast_test_agrees_with_the_exact_checks(drawn, damages, spare):
     parameters = [np.zeros(max(program.parameters - 1 + spare, 0)) for program in drawn]
     for damage in damages:

@@ -316,7 +316,6 @@ def test_a_list_has_the_closest_names_and_a_long_one_takes_no_time():
     assert did_you_mean("max_iter", ["partial", "max_iterations"], "").endswith("max_iterations?")
     assert nearest_first("seeds", [*map(str, range(90)), "seed"]).startswith("seed, ")
     assert nearest_first("q", map(str, range(90))).endswith(", ...")
-
     assert did_you_mean("zzzz", ["abc"], "Use abc") == "Use abc"
     assert did_you_mean(3, [1, 2], "Use 1 or 2") == "Use 1 or 2"
     assert did_you_mean(None, ["none"], "") == "Did you mean none?"

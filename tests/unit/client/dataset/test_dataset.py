@@ -1,7 +1,5 @@
 """Data sets of every kind of table, their content ids, and what float32 cannot hold of them."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import struct

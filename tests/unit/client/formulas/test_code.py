@@ -1,7 +1,5 @@
 """Programs in other languages and as NumPy functions: their text, and what it computes."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os

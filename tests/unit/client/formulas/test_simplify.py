@@ -1,7 +1,5 @@
 """Exact simplification: known cases, random programs against the reference, and SymPy's algebra."""
 
-from __future__ import annotations
-
 import math
 import sys
 
@@ -130,14 +128,10 @@ def assert_agrees(program, simplified, columns, parameters, seed):
 
 ordinary = numbers(np.float32).filter(math.isfinite)
 columns = st.lists(st.tuples(ordinary, ordinary, ordinary), min_size=1, max_size=30)
+drawn = programs(30, constants=st.integers(-3, 3).map(float) | ordinary | st.just(0.5))
 
 
-@given(
-    programs(30, constants=st.integers(-3, 3).map(float) | ordinary | st.just(0.5)),
-    columns,
-    st.tuples(ordinary, ordinary),
-    st.integers(0, 2**32),
-)
+@given(drawn, columns, st.tuples(ordinary, ordinary), st.integers(0, 2**32))
 def test_simplified_programs_agree_with_the_reference(program, rows, parameters, seed):
     simplified = program.simplify()
     assert len(simplified) <= len(program) and simplified.simplify() == simplified

@@ -1,7 +1,5 @@
 """An estimator's requests to the engine's search; formulas as matrices, their rules and units."""
 
-from __future__ import annotations
-
 import math
 import time
 from contextlib import ExitStack, nullcontext

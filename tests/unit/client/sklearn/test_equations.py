@@ -1,7 +1,5 @@
 """The front of the equations of a search."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -76,8 +74,8 @@ def test_what_predicts_best_stays_and_is_chosen_though_others_fit_better():
     front = front_of(programs, losses, predictive=lengths | {programs[2]: 32.5})
     assert front[selected(front, "prediction")].program == programs[2]
     assert all(equation.score >= 0.0 for equation in front)
-    # One with a surprise is chosen only where it predicts better.
 
+    # One with a surprise is chosen only where it predicts better.
     def surprise(program, _):
         return 15.0 * (program == programs[2])
 

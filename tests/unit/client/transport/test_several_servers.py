@@ -67,11 +67,10 @@ def test_data_sets_are_spread_and_small_ones_live_everywhere():
     assert len(servers.homes(b"x" * 32, SMALL_BYTES)) == 5
 
 
-@given(
-    addresses,
-    st.lists(st.tuples(st.sampled_from([GONE, BUSY_LONG, None]), st.floats(0, 3)), max_size=60),
-    st.booleans(),
-)
+EVENTS = st.tuples(st.sampled_from([GONE, BUSY_LONG, None]), st.floats(0, 3))
+
+
+@given(addresses, st.lists(EVENTS, max_size=60), st.booleans())
 def test_a_call_gets_every_server_that_may_answer_before_it_pauses(names, events, is_large):
     """No server is tried twice, one is tried at first, and no attempt is counted for ever."""
     servers, clock = made(names)
