@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import warpfit
@@ -489,6 +489,7 @@ def test_rates_survive_a_restart_of_the_server(after, rate):
 
 
 @given(st.lists(st.floats(1e-5, 90), min_size=1, max_size=200), st.floats(0.01, 1))
+@example([1.0], 1.0)
 def test_quantiles_are_in_the_right_bucket(values, share):
     delta = MetricsDelta()
     delta.observe("time", (), values)
