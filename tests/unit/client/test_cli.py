@@ -135,6 +135,8 @@ MISTAKES = [
     ("eval data.csv p1", "p1 is used, and 0 parameters were given"),
     ("eval data.csv x1 --target z", "data.csv. The columns are: x1, x2, y"),
     ("eval data.csv x1 --ignore z", "there is no column 'z'"),
+    ("eval data.csv x1 --columns x1,x1", "a column is used twice"),
+    ("eval data.csv x1 --ignore x1,x2,y", "no column of "),
     ("eval data.csv x1 --ignore x2 --target x1 --weights y", "x1 is the target, y is the weights"),
     ("eval data.csv x1 --loss mse", "needs a target"),
     *((f"eval data.csv x1 --rows {rows}", "which has 4 rows") for rows in ("4:9", "2:2", ":-4")),
@@ -195,11 +197,13 @@ def test_a_command_without_words_and_one_with_too_many_say_how_it_is_used(capsys
 #: Of each flag with a number: a command line, and numbers that it does not take.
 RANGES = {
     "--timeout": (["info", "127.0.0.1:1"], "0 -1 nan inf 1e300 1_0 soon"),
+    " --timeout": (["health", "127.0.0.1:1"], "0 -1 nan inf 1e300"),
     "  --timeout": (["eval", "t.csv", "x1"], "0 -1 nan inf 1e300"),
     "--interval": (["top", "127.0.0.1:1"], "0 -1 nan inf 1e300"),
     "--head": (["eval", "t.csv", "x1"], "-1 1.5 nan 1e20"),
     "--max-iterations": (["fit", "t.csv", "p1", "--target", "y"], "-1 0.5 inf 9e9"),
     "--max-seconds": (["search", "t.csv", "--target", "y"], "0 -1 nan inf 1e300"),
+    "--max-size": (["search", "t.csv", "--target", "y"], "0 -1 2.5 nan"),
     "--cpus": (["ray", "up"], "-1 nan inf"),
     "--random-state": (["search", "t.csv", "--target", "y"], "-1 1.5 4294967296"),
 }
@@ -403,6 +407,9 @@ def test_files_of_all_kinds(tmp_path, capsys):
         ("# a b\n1 2\n3 4\n", "", "a b", [[1, 2], [3, 4]]),  # as np.savetxt writes it
         ("#N/A,b\n#N/A,2\n3,4\n", "--missing drop", "#N/A b", [[3, 4]]),
         ("a  b\n 1   2\n3\t 4\n", "", "a b", [[1, 2], [3, 4]]),
+        ("#id,b\n1,2\n3,4\n", "", "id b", [[1, 2], [3, 4]]),
+        ("flow rate\n1\n2\n", "", "flow@rate", [[1], [2]]),
+        (",a\n0,1\n1,2\n", "--columns a", "a", [[1], [2]]),
         *(("ä\n1\n".encode(n), f"--encoding {n}", "ä", [[1]]) for n in ("latin-1", "utf-16")),
         *((f"a\n{cell}\n", "", "a", [[float(cell)]]) for cell in ("-0.0", ".0E-9", "1e-320")),
         (gzip.compress(b"a,b\n" + b"1,2\n" * 2_000, mtime=0), "", "a b", [[1, 2]] * 2_000),
@@ -449,6 +456,12 @@ def test_bad_files_name_the_place(tmp_path):
         ("b,b\n1,2\n", r"column 1 of \S+ is another 'b'"),
         (gzip.compress(b"a\n" + b"1\n" * 99, mtime=0)[:-12], r"cannot be read: "),
         ("a,b\n", "holds no rows of numbers. Give a file with a line of names"),
+        *(
+            ("# c\n# d\n", "no rows"),
+            (b"\xff\xfe\x00a", "UTF-8"),
+            (b"PAR1 and no more", "cannot be read: "),
+        ),
+        ("a;b\n1.836,342;2\n", r"1836\.342 or 1\.836342"),
         *(("a,b\nm,s\n1,2\n", "line 2.*units"), ("a;b\n1,836.342;2\n", r"1836\.342 or 1\.836342")),
         ("t\u00e4,b\n1,2\n".encode("latin-1"), "--encoding latin-1"),
         ("a,b\n1,2\n".encode("utf-16"), "encoding"),

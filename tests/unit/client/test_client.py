@@ -83,6 +83,9 @@ def test_progress_reports_every_chunk_and_resident_content_is_not_sent_again(ser
         *(LookupError("no bar"), StopIteration("no bar is left")),
         grpc.RpcError("another service's"),
         warpfit.UnavailableError("another server is away", "CONNECTION_REFUSED"),
+        warpfit.ResourceExhaustedError("another server is busy", "BUSY", retry_after=0.01),
+        warpfit.DeadlineExceededError("another call is late", "DEADLINE_EXCEEDED"),
+        SystemExit(3),
     ],
 )
 def test_what_a_progress_callback_raises_reaches_the_caller_at_once(client, server, error, call):
@@ -400,7 +403,8 @@ def test_retries_end_and_wait_ready_outlasts_them(connect, server):
         warpfit.ProgramError("wrong token", "BAD_INDEX", expression=3, token=0),
         warpfit.DeadlineExceededError("too late", "DEADLINE_EXCEEDED"),
         warpfit.UnauthenticatedError("who?", "NO_CREDENTIALS"),
-        warpfit.InternalError("bug", "INTERNAL"),
+        warpfit.PermissionDeniedError("no", "NOT_ALLOWED"),
+        *(warpfit.CancelledError("stopped", "CANCELLED"), warpfit.InternalError("bug", "INTERNAL")),
     ],
 )
 def test_other_errors_keep_all_fields_and_are_not_retried(client, server, error):
@@ -442,7 +446,7 @@ BUSY = warpfit.ResourceExhaustedError("busy", "QUEUE_FULL", retry_after=0.15)
     ("policy", "error", "attempts"),
     [
         (RetryPolicy(initial_backoff=0.001, jitter=0.0), BUSY, 3),
-        (RetryPolicy(total_seconds=0.1), BUSY, 1),
+        *((RetryPolicy(total_seconds=0.1), BUSY, 1), (RetryPolicy(total_seconds=0), BUSY, 1)),
         (QUICK, warpfit.ResourceExhaustedError("over a limit", "TOO_MANY_PROGRAMS"), 1),
     ],
 )

@@ -27,6 +27,8 @@ x1 - x2 * x3 - x1 / -x2 -> (x1 - (x2 * x3)) - (x1 / (-x2)); -2 ^ x1 -> -(2 ^ x1)
 not x1 and x2 -> (not x1) and x2; x1 or x2 and x3 -> x1 or (x2 and x3);
 1 + not x1 < x2 -> 1 + (not (x1 < x2)); not(x1) + 1 -> not (x1 + 1);
 add(x1, x2, x3, p1) -> ((x1 + x2) + x3) + p1; min(x1, x2, x3) -> min(min(x1, x2), x3);
+x1 - x2 - x3 + x1 -> ((x1 - x2) - x3) + x1; not not x1 -> not (not x1); x1 -2 -> sub(x1, 2);
+x1 and x2 and x3 -> (x1 and x2) and x3; and(x1, x2) -> x1 and x2;
 -(2) -> neg(2); --2 -> neg(-2); -(2)^x1 -> -(2^x1); π*x1 -> pi*x1
 """
 
@@ -40,7 +42,7 @@ def test_precedence():
 
 def test_numbers():
     for text, value in (
-        *((".5", 0.5), ("1.5E+10", 1.5e10), ("-0", -0.0)),
+        *((".5", 0.5), ("1.5E+10", 1.5e10), ("-0", -0.0), ("e", math.e)),
         *(("0e-999", 0.0), ("1.7976931348623157e308", 1.7976931348623157e308), ("3e-324", 5e-324)),
         *(("-inf", -math.inf), ("nan", math.nan), ("pi", math.pi), ("#3ff8000000000000", 1.5)),
         ("-#3ff8000000000000", -1.5),
@@ -80,6 +82,7 @@ def test_errors_name_place_and_remedy():
         *(("x1 + [1]", "UNEXPECTED_CHARACTER", 5), ("x1 + `age", "UNEXPECTED_CHARACTER", 5)),
         *(("x1 + p0", "UNKNOWN_NAME", 5), ("x9999999999", "UNKNOWN_NAME", 0)),
         *(("1 + foo(x1)", "UNKNOWN_FUNCTION", 4), ("`age`", "UNKNOWN_VARIABLE", 0)),
+        *(("max(x1)", "WRONG_ARITY", 0), ("x1 < x2 + 1 == x3", "CHAINED_COMPARISON", 12)),
     ):
         error = refused("", parse, text)
         assert (error.reason, error.position, error.text) == (reason, position, text)
@@ -92,6 +95,11 @@ def test_errors_say_what_could_be_meant():
     for text, names, suggestion in (
         *(("sqr1(x1)", (), "sqrt"), ("weigth + 1", ("height", "weight"), "weight")),
         ("sin weight", ("height", "weight"), "in parentheses: sin(...)"),
+        *(
+            ("`weigth` + 1", ("weight",), "weight"),
+            ("flow rate*p1", ["flow", "flow rate"], "`flow rate`"),
+        ),
+        ("ABS(t)", ["t"], "mean abs"),
         ("nosuch", ("height", "weight"), "height, weight"),  # not cosh or csch
         # What people and models write.
         *(("p1\u00d7x1", (), "Write *"), ("p1 \u00b7 x1", (), "Write *")),

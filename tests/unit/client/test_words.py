@@ -190,6 +190,11 @@ def test_the_value_is_translated_into_a_setting():
         ({"init_depth": (2, 6)}, "Write constraints={'depth': 6}"),
         ({"X_units": ["m"]}, "Write units= of the estimator"),
         ({"wild": 3}, "help(SymbolicRegressor) lists"),
+        *(({"maxsize": 20}, "max_size=20"), ({"timeout_in_seconds": 60}, "Write max_seconds=60")),
+        *(({"seed": 3}, "Write random_state=3"), ({"niterations": 40}, "Write generations=40")),
+        ({"elementwise_loss": "QuantileLoss(0.9)"}, "loss=warpfit.losses.quantile(0.9)"),
+        ({"function_set": ("add", "div")}, "Write operators=['add', 'div']"),
+        ({"weights": 1}, "Write sample_weight= of fit"),
     ):
         remedy = mistaken(**given).remedy
         assert ours.strip() in remedy
@@ -288,6 +293,7 @@ def test_the_name_that_was_meant_is_said():
         ("mass", {"constraints": {"monotonic": {"mas": "increasing"}}}),
         ("prediction", {"model_selection": "predictions"}),
         *(("length", {"units": {"lenght": "m", "mass": "kg"}}), ("mass", {"group": "Mass"})),
+        *(("cpu", {"engine": "cpus"}), ("numbers", {"snap": "number"})),
     ):
         frame = pd.DataFrame(ROWS, columns=["mass", "length"])
         refused(rf"Did you mean .*{meant}", SymbolicRegressor(**settings).fit, frame, ROWS[:, 0])

@@ -184,6 +184,7 @@ def test_slope_and_intercept_are_no_part_of_a_guess():
         *(("p1 + p2*sin(x1)", "sin(x1)"), ("p2*sin(x1) + p1", "sin(x1)")),
         *(("sin(x1)*p1 + p2", "sin(x1)"), ("p1*x1*p2 + p3", "p1*x1"), ("p1 - x1", "p1 - x1")),
         ("p1", "p1"),
+        *(("sin(x1) + p1", "sin(x1)"), ("x1 + x2", "x1 + x2")),
     ):
         assert texts_of([unscaled(warpfit.parse(text))]) == [wanted.replace(" ", "")]
 

@@ -280,6 +280,7 @@ def test_columns_that_lose_digits_in_float32_are_warned_of():
     for column, loses in (
         *((TIMES, True), (np.where(SPREAD < 0.5, np.nan, TIMES), True), (1e-47 * SPREAD, True)),
         *((1e-33 * SPREAD, False), (np.arange(16_000_000, 16_001_000), False)),
+        *((1.7e9 + 1e6 * SPREAD, False), (np.full(1000, np.nan), False)),
         (TIMES.astype(np.float32), False),
     ):
         for order in "CF":
@@ -352,6 +353,7 @@ def client():
 def test_expressions_are_warned_of_by_name(client):
     for text, parameters, named in (
         *(("1e39*x1/1e39", [], r"1e\+39"), ("x1 + 1e-50*(x1/1e-50)", [], "1e-50")),
+        ("x1*1.380649e-23^4/1e-91", [], r"1\.380649e-23 \^ 4"),
         ("(1e30*x1)^2/1e60", [], r"of expression 0, which reaches 1e\+60"),
         *(("p1*x1/p2", [1e40, 1e40], "p1"), (PLANCK, [4000.0], r"e-34|\^ 3")),
     ):
@@ -424,6 +426,10 @@ def test_only_what_a_person_wrote_is_looked_at_and_not_for_ever(client, monkeypa
 def test_the_default_type_is_chosen_by_the_numbers(client):
     for x, y, wanted in (
         *((SPAN, SPAN[:, 0], "float32"), (1e14 * SPAN, SPAN[:, 0], "float64")),
+        *(
+            (np.zeros((50, 1)), SPAN[:, 0], "float32"),
+            (np.full((50, 1), 1e-50), SPAN[:, 0], "float64"),
+        ),
         ((1e14 * SPAN).astype(np.float32), SPAN[:, 0], "float64"),
         (1.7e9 + SPAN, SPAN[:, 0], "float64"),
     ):

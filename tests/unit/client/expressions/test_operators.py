@@ -39,8 +39,9 @@ powabs: -4 0.5 = 2; logistic: 0 = 0.5, -1000 = 0, 1000 = 1, log(3) = 0.75;
 erf: 0.5 = 0.5204998778130465, inf = 1, nan = nan; relu: -2 = 0, 3 = 3, nan = nan;
 pdiv: 6 2 = 3, 6 0.001 = 1, 6 -0.0005 = 1; plog: -e = 1, 0.001 = 0; pinv: -4 = -0.25, 0.001 = 0;
 zdiv: 6 2 = 3, 6 0 = 1, 0 0 = 1;
-gamma: 5 = 24, -0.5 = -2*sqrt(pi), 171.7 = inf, 0 = inf, -0 = -inf, -2 = nan;
-lgamma: 5 = log(24), -0.5 = log(4*pi)/2, -2 = inf, 0 = inf, -inf = inf, 1e306 = inf;
+gamma: 5 = 24, -0.5 = -2*sqrt(pi), 171.7 = inf, 0 = inf, -0 = -inf, -2 = nan,
+-inf = nan, 5e-324 = inf, -500.5 = 0;
+lgamma: 5 = log(24), -0.5 = log(4*pi)/2, -2 = inf, 0 = inf, -inf = inf, 1e306 = inf, nan = nan;
 mod: 5 0.1 = 0.09999999999999973, 1e300 7 = 1, -1 3 = 2, 1 -3 = -2, -5 inf = inf, 5 inf = 5,
 1 0 = nan, inf 1 = nan;
 round: 2.5 = 2, -1.5 = -2, 0.5 = 0, inf = inf, nan = nan;
@@ -146,6 +147,8 @@ def test_derivative_at_kinks_and_limits():
         *(("lgamma", (0.0,), (-np.inf,)), ("lgamma", (np.inf,), (np.inf,))),
         *(("mod", (6.0, 3.0), (1, -2)), ("mod", (-1e300, 7.0), (1, 1e300 / 7))),
         *(("mod", (1.0, 0.1), (1, -9)), ("mod", (5.0, np.inf), (1, 0)), ("round", (2.5,), (0,))),
+        *(("relu", (0.0,), (0,)), ("sign", (0.0,), (0,)), ("max", (1.5, 1.5), (1, 0))),
+        *(("plog", (0.0,), (0,)), ("logistic", (1000.0,), (0,)), ("tanh", (1000.0,), (0,))),
     ):
         row = OPERATORS[name]
         operands = dict(zip(row.operands, map(np.float64, point), strict=True))

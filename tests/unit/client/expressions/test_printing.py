@@ -99,6 +99,10 @@ def test_latex():
     for text, latex in (
         ("x1 - (x2 - x3)", r"x_{1} - \left(x_{2} - x_{3}\right)"),
         ("x1 ^ x2 ^ x3", r"{x_{1}}^{{x_{2}}^{x_{3}}}"),
+        ("x1 * -x2", r"x_{1} \cdot \left(-x_{2}\right)"),
+        ("(x1 + p1) / (x2 - 1)", r"\frac{x_{1} + p_{1}}{x_{2} - 1}"),
+        ("exp(x1) ^ 2", r"{\left(e^{x_{1}}\right)}^2"),
+        ("log1p(x1 - x2)", r"\ln\left(1 + \left(x_{1} - x_{2}\right)\right)"),
         ("(x1 ^ x2) ^ x3", r"{\left({x_{1}}^{x_{2}}\right)}^{x_{3}}"),
         ("x1 + -2 / x2 - -(x1 + x2)", r"x_{1} - \frac{2}{x_{2}} + \left(x_{1} + x_{2}\right)"),
         ("fma(x1, x2, -3) + log1p(-x1)", r"x_{1} \cdot x_{2} - 3 + \ln\left(1 - x_{1}\right)"),
@@ -183,6 +187,7 @@ def test_odd_forms_are_written_as_a_person_would():
         ("0.399 / sqrt(exp(x1 ^ 2))", "0.399 * exp(-x1 ^ 2 / 2)"),
         *(("T / exp(R + 1)", "T * exp(-(R + 1))"), ("sqrt(exp(-T / 3))", "exp(-T / 3 / 2)")),
         ("tanh(-T) / -erf(R)", "tanh(T) / erf(R)"),
+        *(("-2 / -T", "2 / T"), ("1 / exp(-T)", "exp(T)"), ("inv(R)", "1 / R")),
     ):
         program = parse(text, THREE)
         assert to_text(program, THREE, DIGITS) == wanted

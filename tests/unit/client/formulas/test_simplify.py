@@ -36,7 +36,9 @@ log(abs(x1)) -> logabs(x1); cos(-x1) + cos(x1) -> 2 * cos(x1);
 cos(2*x1 - pi) + sin(x2 + pi/2) -> cos(x2) - cos(2 * x1);
 sqrt(x1^2/(1 - x2)) -> sqrt(square(x1) / (1 - x2)) | abs(x1) / sqrt(1 - x2);
 sin(2)*3 + floor(2.5) -> 4.727892280477045; fma(x1, 2, x1) -> 3 * x1; inf - inf + x1 -> x1 + nan;
-0 - x1 -> -x1; atan2(0 - x1, x2) -> atan2(-x1, x2)
+1^x1 -> 1; 900 > 200*x2 -> x2 < 4.5; sin(-x1) + sin(x1) -> 0; exp(0.75*log(x1)) -> x1 ^ 0.75;
+abs(x1 - x2) + abs(x2 - x1) -> 2 * abs(x1 - x2); (x1^0.5)^3 -> cube(sqrt(x1)) | x1 ^ 1.5;
+sign(ceil(x1)) -> sign(ceil(x1)); 0 - x1 -> -x1; atan2(0 - x1, x2) -> atan2(-x1, x2)
 """
 
 

@@ -135,6 +135,8 @@ def protected_in_arrays(left, right):
         *(("remainder", 2, math.remainder, "zdiv"), ("remainder", 2, np.remainder, None)),
         ("round", 1, lambda a: math.floor(a + 0.5), "floor"),
         ("if_then_else", 3, if_then_else, None),
+        ("if_then_else", 3, lambda a, b, c: b if a > 0 else c, "where"),
+        *(("round", 1, round, None), ("lgamma", 1, math.lgamma, None)),
     ],
 )
 def test_functions_that_are_not_the_operator_of_their_name(name, arity, function, meaning):

@@ -143,7 +143,8 @@ def test_directions_own_functions_and_as_many_rows_as_a_server_scores_are_asked_
 
 OUTLINES = [
     *(("f(x1)*exp(-g(x2))", 1), ("p1 + p2*f(x1)*g(x2)", 2), ("f(x1)*f(x2)", 0), ("sin(f(x1))", 0)),
-    *(("1/(f(x1) + p1) + p2", 2), ("g(x2, f(x1))", 2)),
+    *(("1/(f(x1) + p1) + p2", 2), ("g(x2, f(x1))", 2), ("f(x1) - f(x2)", 1)),
+    *(("exp(f(x1))*p1", 1), ("f(x1) + 3*x2", 0)),
 ]
 
 
@@ -208,6 +209,7 @@ def test_what_is_simplified():
     for text, short in (
         *(("2*x1 + 3", "x1"), ("-(x1*x2)", "x1*x2"), ("sin(exp(0.0))*x2", "x2")),
         *(("square(x1 + (2 + 3))", "(x1 + 5) ^ 2"), ("(x1 + 1)*x2", "(x1 + 1)*x2"), ("1 + 2", "3")),
+        *(("3 - x1/2", "x1"), ("2/x1 + 1", "2/x1"), ("2", "2")),
     ):
         assert gp.simplified(genomes_of(text)).program(0) == parse(short)
 
@@ -243,6 +245,8 @@ def test_formulas_are_written_with_operators_that_were_named():
         *((("exp",), "exp(2*x1)", False), (("exp", "mul"), "exp(x1/2)", True)),
         *((("exp", "mul"), "exp(1/x1)", False), (("sqrt", "mul"), "abs(x1)", False)),
         (("sinc",), "sinc(x1)", True),
+        *((("add", "mul"), "x1^2*x1^4 - x1^2/3", True), (("div",), "x1^-2*x2", True)),
+        (("pow",), "x1^1.37", True),
     ):
         assert limits.writing(operators)(genomes_of(text)).tolist() == [is_written]
 
@@ -274,7 +278,7 @@ DIMENSIONS = dimensions(UNITS, COLUMN_NAMES, len(COLUMN_NAMES))
 def test_equal_units_have_one_dimension():
     for one, other in (
         *(("J", "kg*m^2/s^2"), ("", None), ("m^0.5*m^0.5", "m"), ({"kg": 1, "m": 1, "s": -2}, "N")),
-        ("rad", "1"),
+        *(("rad", "1"), ("N/m", "J*m^-2"), ("V*A", "W")),
     ):
         assert dimension(one) == pytest.approx(dimension(other), abs=1e-12)
 
@@ -298,6 +302,8 @@ def test_formulas_are_consistent_in_their_units():
         *(("v*t + w", False), ("square(v)/w - w", True), ("exp(v)", False)),
         *(("sin(angle) + angle", True), ("v^angle", False), ("v^2.5 + w", True)),
         *(("min(v, t)", False), ("fma(v, t, w)", False)),
+        *(("v + t", False), ("exp(v/w)*m", True), ("m*(1 - square(v/w))", True)),
+        ("where(v < t, m, m)", False),
     ):
         program = parse(text, COLUMN_NAMES)
         assert limits.consistency(DIMENSIONS)(gp.Genomes.of([program])).tolist() == [sound]

@@ -162,6 +162,7 @@ def test_no_formula_is_shown_that_hangs_on_the_rounding_of_the_data():
         *(("sin(1e50*exp(x1))", 0, 3, True), ("sin(1e4*x1)", 0, 1, False)),
         ("(x1 - 1e6)^4", 1e6, 1e6 + 1, False),
         *((text, 0, 1, False) for text in ("1/x1", "log(x1)")),
+        *(("cos(1e15*x1)", 0, 1e-14, False), ("tan(1e12*x1)", 0, 3, True)),
     ):
         X, program = np.random.default_rng(0).uniform(low, high, size=(300, 2)), parse(text)
         if text in ("1/x1", "log(x1)"):  # a pole among the rows
@@ -201,6 +202,7 @@ def test_a_warning_says_why_a_formula_is_not_chosen():
     for held_out, is_few, word in (
         *((math.nan, True, "which 10 rows do not pay for"), (0.02, False, "farthest targets")),
         (-0.3, False, "an R2 of -0.3 on the rows held out"),
+        (math.nan, False, "farthest targets"),
     ):
         found = [(parse("5"), 1.0, held_out), (parse("x1 + x2"), 0.5, held_out)]
         chosen, favourite = build_front(found, len, texts, length, 1.0)
@@ -361,6 +363,7 @@ def test_a_sum_is_as_long_as_its_terms():
         ("3*x1 - x2/2 + 7", (1, 1)),
         ("0.5*x1*square(x2) - x1*(3*x2)/4", (4, 3)),  # factors within a product are of the term
         *(("sin(2*x1)*3 + 2/x1", (4, 3)), ("sqrt(2) + 1", ())),
+        ("exp(x1) + 4*sqrt(x2 + 1)", (2, 4)),
     ):
         assert terms_of(parse(text)) == sizes
         wanted = sum(sizes) * math.log(15) - math.log(math.factorial(len(sizes)))

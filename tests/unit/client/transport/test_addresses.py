@@ -24,6 +24,7 @@ from warpfit_server.machine import address_file
     ("address", "found"),
     [
         *(("a:1", ("a:1",)), ("a:1, b:2,a:1", ("a:1", "b:2"))),
+        *(("ipv4:127.0.0.1:1", ("ipv4:127.0.0.1:1",)), ("unix:///run/x", ("unix:///run/x",))),
         (["[::1]:1", "unix:/run/warpfit"], ("[::1]:1", "unix:/run/warpfit")),
         ("ipv6:[::1]:1", ("ipv6:[::1]:1",)),
         ("unix:a b.sock,unix-abstract:x", ("unix:a b.sock", "unix-abstract:x")),
@@ -40,12 +41,15 @@ def test_fixed_addresses(address, found):
 
 def test_what_is_no_address_is_refused_with_a_remedy():
     for address in (
-        *(50551, b"a:1", {"a": 1}, ["a:1", None], []),
-        *("", "a", ":1", "a:0", "a:65536", "a:\u0661", "a:1,,b:2", "a b:1", "a\x00:1"),
-        *("m\u00fcnchen:1", "a..b:1", "a" * 64 + ":1", "::1:1", "[::1:1", "[127.0.0.1]:1"),
-        *("300.1.1.1:1", "a:" + "1" * 5000, "a:+1", "a/127.0.0.1:1", "http://a:1", "dns:a:1"),
-        *("ipv4:[::1]:1", "ipv6:127.0.0.1:1", "unix:", "unix://a", "unix:" + "a" * 108),
-        *("unix:a\x00b", "UNIX:x", "dns:///a", "dns://8.8.8.8/a:1", "dns:///a:1,b:2"),
+        *(50551, b"a:1", 1.5, {"a": 1}, [50551], ["a:1", None], True, []),
+        *("", ",", "a", "a:", ":1", "a:0", "a:65536", "a:\u0661", "a:1,,b:2", "a:1 b:2,c"),
+        *("a b:1", "a\n:1", "a\x00:1", "m\u00fcnchen:1", "a..b:1", ".:1", "a" * 64 + ":1"),
+        *("::1:1", "fe80::1:1", "[::1:1", "[127.0.0.1]:1", "[]:1", "[a]:1", "300.1.1.1:1", "7:1"),
+        *("1.2.3:1", "a:" + "1" * 5000, "a:-1", "a:+1", "a:1.0", "a/b:1", "a/127.0.0.1:1", "a@b:1"),
+        *("http://a:1", "tcp://a:1", "grpc://a:1", "vsock:1:2", "dns:a:1", "ipv4:a:1"),
+        *("ipv4:[::1]:1", "ipv6:127.0.0.1:1", "ipv6:::1:1", "ipv4:127.0.0.1", "unix:a\x00b"),
+        *("unix:", "unix://", "unix:///", "unix://a", "unix-abstract:", "unix:" + "a" * 108),
+        *("UNIX:x", "dns:///", "dns:///a", "dns://8.8.8.8/a:1", "dns:///a:1,b:2"),
     ):
         for connect in (warpfit.connect, warpfit.connect_async):
             assert "PORT" in refused("BAD_ADDRESS", connect, address).remedy
@@ -183,6 +187,9 @@ def tls_servers(tmp_path_factory):
 
 
 def test_what_the_sides_set_differently_is_named_at_once(tls_servers):
+    addresses, ca, foreign, eve = tls_servers
+    own = {"certificate": eve.certificate, "key": eve.key}
+    files = {"foreign": {"ca": foreign.file}, "eve": own}
     for server, settings, reason in (
         *(("tls", None, "TLS_WANTED"), ("mutual", None, "TLS_WANTED"), ("plain", {}, "NO_TLS")),
         ("tls", "foreign", "UNTRUSTED_CERTIFICATE"),
@@ -190,11 +197,6 @@ def test_what_the_sides_set_differently_is_named_at_once(tls_servers):
         ("mutual", {}, "CLIENT_CERTIFICATE_WANTED"),
         ("mutual", "eve", "CLIENT_CERTIFICATE_REFUSED"),
     ):
-        addresses, ca, foreign, eve = tls_servers
-        files = {
-            "foreign": {"ca": foreign.file},
-            "eve": {"certificate": eve.certificate, "key": eve.key},
-        }
         given = {"ca": ca} | (files[settings] if isinstance(settings, str) else settings or {})
         tls = settings is not None and warpfit.TlsConfig(**given)
         started, client = time.monotonic(), warpfit.connect(addresses[server], tls=tls)

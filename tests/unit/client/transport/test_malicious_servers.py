@@ -99,6 +99,7 @@ def fit(**changes):
 
 
 LIES = {
+    "an empty message": [b""],
     **{"nothing": [], "no message at all": [b"\xff" * 100]},
     "a truncated message": [INFO[: len(INFO) // 2]],
     "no UTF-8": [b"\x0a\x04\xff\xfe\xfd\xfc" + b"\x12\x02\xc3\x28"],
