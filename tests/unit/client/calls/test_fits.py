@@ -36,15 +36,8 @@ def data(client):
 
 def test_a_fit_has_the_shapes_and_names_that_it_promises(client, data):
     seen = []
-    fit = client.optimize(
-        data,
-        TEXTS,
-        STARTS,
-        loss="rmse",
-        standard_errors=True,
-        covariance=True,
-        progress=seen.append,
-    )
+    options = {"loss": "rmse", "covariance": True, "progress": seen.append}
+    fit = client.optimize(data, TEXTS, STARTS, **options)
     np.testing.assert_allclose(fit.parameters[0], [2.0, -0.5], rtol=1e-6)
     assert [p.shape for p in fit.parameters] == [(2,), (0,)]
     assert [c.shape for c in fit.covariance] == [(2, 2), (0, 0)]
@@ -53,8 +46,7 @@ def test_a_fit_has_the_shapes_and_names_that_it_promises(client, data):
     assert fit.reason[1] is Reason.GRADIENT
     assert (fit.x, fit.fun) == (fit.parameters, fit.loss)  # SciPy's names
     assert (fit.nit, fit.nfev) == (fit.iterations, fit.evaluations)
-    assert fit.success.tolist() == [True, True]
-    assert seen
+    assert fit.success.tolist() == [True, True] and seen
     assert {progress.searches for progress in seen} == {2}
 
 
@@ -63,21 +55,14 @@ def test_parameters_start_at_1_or_inside_their_bounds(client, data):
     np.testing.assert_allclose(fit.parameters[2], [2.0, -0.5], rtol=1e-6)
     kept = client.optimize(data, TEXTS, bounds=(-3.0, -2.0), max_iterations=0)
     assert kept.parameters[0].tolist() == [-2.0, -2.0]
-    bounded = client.optimize(
-        data, "p1*x1 + p2*x2", [0.0, 0.0], bounds=([None, 0.0], None), fixed=[False, False]
-    )
+    bounded = client.optimize(data, TEXTS[0], [0.0, 0.0], bounds=([None, 0.0], None))
     assert bounded.parameters[0][1] == 0.0
     starts, bounds = [[1.0], [1.0, 1.0]], ([None, [0.0, 5.0]], [None, [1.0, 4.0]])
-    for ask, message, place in (
-        (lambda: client.optimize(data, "p2000000000*x1"), "p2000000000 is used", 0),
-        (
-            lambda: client.optimize(data, ["p1*x1", TEXTS[0]], starts, bounds=bounds),
-            "p2 has a lower bound",
-            1,
-        ),
-        (lambda: client.optimize(data, TEXTS, STARTS, loss=None), "a fit needs a loss", None),
-    ):
-        assert getattr(refused(message, ask), "expression", None) == place
+    error = refused("p2000000000 is used", client.optimize, data, "p2000000000*x1")
+    assert error.expression == 0
+    given = data, ["p1*x1", TEXTS[0]], starts
+    assert refused("p2 has a lower bound", client.optimize, *given, bounds=bounds).expression == 1
+    refused("a fit needs a loss", client.optimize, data, TEXTS, STARTS, loss=None)
 
 
 def test_bands_and_correlations_of_a_line_are_those_of_least_squares(client):
@@ -115,10 +100,6 @@ def test_weights_that_are_inverse_variances_scale_the_covariance(client):
     np.testing.assert_allclose(fit.parameters[0], wanted, rtol=1e-5)
     np.testing.assert_allclose(fit.covariance[0], covariance, rtol=1e-5)
     np.testing.assert_allclose(fit.standard_errors[0] ** 2, np.diag(covariance), rtol=1e-5)
-    slopes = np.array([[0.3, 1.0]])
-    half = 1.959963984540054 * np.sqrt(slopes @ covariance @ slopes.T)
-    band = fit.band([[0.3]])
-    np.testing.assert_allclose(band.high - band.values, half[0], rtol=1e-5)
 
 
 def test_quantiles_of_students_distribution():
@@ -129,25 +110,16 @@ def test_quantiles_of_students_distribution():
     assert np.isnan(student_t(0.9, 0))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options", "expected"),
-    [
+def test_accuracy_chooses_the_defaults():
+    for dtype, options, expected in (
         ("float64", {}, (50, 1e-8, 1e-8, 1e-8)),
         ("float32", {"accuracy": "screening"}, (50, 1e-6, 1e-6, 1e-6)),
-        ("float64", {"accuracy": "final"}, (2000, 1e-12, 1e-12, 1e-16)),
         ("float32", {"accuracy": "final"}, (2000, 1e-7, 1e-7, 1e-10)),
-        (
-            "float64",
-            {"accuracy": "final", "max_iterations": 7, "step_tolerance": 0.0},
-            (7, 1e-12, 0.0, 1e-16),
-        ),
-    ],
-)
-def test_accuracy_chooses_the_defaults(dtype, options, expected):
-    request = build_fit(DatasetHandle(Dataset.of(X, Y, dtype=dtype)), TEXTS, STARTS, options)
-    settings = request.settings
-    found = (settings.max_iterations, settings.gradient_tolerance)
-    assert (*found, settings.step_tolerance, settings.loss_tolerance) == expected
+        ("float64", {"accuracy": "final", "step_tolerance": 0.0}, (2000, 1e-12, 0.0, 1e-16)),
+    ):
+        request = build_fit(DatasetHandle(Dataset.of(X, Y, dtype=dtype)), TEXTS, STARTS, options)
+        names = "max_iterations", "gradient_tolerance", "step_tolerance", "loss_tolerance"
+        assert tuple(getattr(request.settings, name) for name in names) == expected
 
 
 def test_a_formula_of_several_is_named(client, data):
@@ -167,8 +139,7 @@ def test_a_formula_of_several_is_named(client, data):
 def test_a_search_that_could_not_begin_says_what_to_do(client, data):
     fit = client.optimize(data, ["log(-x1)*p1", "p1*x1"])
     assert fit.reason[0] is Reason.NOT_FINITE
-    assert fit.hint.startswith("1 search could not begin")
-    assert fit.hint in repr(fit)
+    assert fit.hint.startswith("1 search could not begin") and fit.hint in repr(fit)
     assert 'restarts=8, missing="drop", or other units' in fit.hint
     fit = client.optimize(data, "log(-x1)*p1", missing="drop", restarts=1)
     assert fit.hint.endswith("finite in all rows, or other units")  # not what is given already
@@ -183,26 +154,20 @@ def test_a_search_that_could_not_begin_says_what_to_do(client, data):
     assert np.isnan(client.optimize(constant, "p1 + p2*x1", loss="rmse").r2).all()
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "hint"),
-    [
+def test_parameters_that_are_not_determined_or_at_a_bound_are_told(client):
+    for text, options, hint in (
         ("p1*exp(x1 + p2)", {}, "p1, p2 are not determined by the data"),
         ("p1*x1 + p2", {"bounds": (-9.0, [0.5, 9.0])}, "p1 ends at a bound, where"),
         ("p1*x1 + p2", {"bounds": (-9.0, 0.5), "method": "bfgs"}, "p1, p2 end at a bound"),
         ("p1*x1 + p2", {"bounds": (-9.0, 1.0), "fixed": [[True, False]]}, ""),
-        ("p1*x1 + p2", {}, ""),
         (["p1*x1", "p1 + p2 + x1"], {}, "p1, p2 of expression 1 are not determined by the data"),
-    ],
-)
-def test_parameters_that_are_not_determined_or_at_a_bound_are_told(client, text, options, hint):
-    data = client.upload(X, X[:, 0], dtype="float64")
-    found = client.optimize(data, text, **options).hint
-    assert found.startswith(hint) and bool(found) == bool(hint)
+    ):
+        data = client.upload(X, X[:, 0], dtype="float64")
+        found = client.optimize(data, text, **options).hint
+        assert found.startswith(hint) and bool(found) == bool(hint)
 
 
 # ------------------------------------------------------------- results in a terminal and a notebook
-
-
 ROWS = np.arange(1.0, 21.0).reshape(10, 2)
 
 
@@ -226,24 +191,19 @@ def test_fits_show_formulas_r2_and_standard_errors(client):
     assert re.search(r"<td>\$\S+ \\cdot x_\{1\} \+ \S+\$</td>", page)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "remedy", "stalled", "what"),
-    [
+def test_fits_that_stalled_say_what_helps(client):
+    for dtype, remedy, stalled, what in (
         ("float32", 'upload with dtype="float64"', 1, "1 search has"),
-        ("float64", "other starts", 3, "3 searches have"),
-        ("float64", "", 0, ""),
-    ],
-)
-def test_fits_that_stalled_say_what_helps(client, dtype, remedy, stalled, what):
-    data = client.upload(ROWS, 2 * ROWS[:, 0], dtype=dtype)
-    fit = client.optimize(data, ["p1*x1"] * 4, [[1.0]] * 4)
-    reasons = np.array([Reason.STALLED] * stalled + [Reason.STEP] * (4 - stalled), object)
-    fit = dataclasses.replace(fit, reason=reasons)
-    assert fit.hint == "" if not stalled else what in fit.hint and remedy in fit.hint
-    assert fit.success.tolist() == [False] * stalled + [True] * (4 - stalled)
-    assert str(fit).endswith(fit.hint)
-    assert len(str(fit).splitlines()) == 5 + bool(stalled)
-    assert not stalled or f"<p>{html.escape(fit.hint)}</p>" in fit._repr_html_()
+        *(("float64", "other starts", 3, "3 searches have"), ("float64", "", 0, "")),
+    ):
+        data = client.upload(ROWS, 2 * ROWS[:, 0], dtype=dtype)
+        fit = client.optimize(data, ["p1*x1"] * 4, [[1.0]] * 4)
+        reasons = np.array([Reason.STALLED] * stalled + [Reason.STEP] * (4 - stalled), object)
+        fit = dataclasses.replace(fit, reason=reasons)
+        assert fit.hint == "" if not stalled else what in fit.hint and remedy in fit.hint
+        assert fit.success.tolist() == [False] * stalled + [True] * (4 - stalled)
+        assert str(fit).endswith(fit.hint) and len(str(fit).splitlines()) == 5 + bool(stalled)
+        assert not stalled or f"<p>{html.escape(fit.hint)}</p>" in fit._repr_html_()
 
 
 def test_fits_of_all_starts_show_each_start(client):
@@ -272,12 +232,9 @@ def test_many_expressions_come_without_standard_errors_unless_asked_for(client):
     data = client.upload(ROWS, ROWS[:, 0], dtype="float64")
     assert client.optimize(data, ["p1"] * 21, [[1.0]] * 21).standard_errors is None
     fit = client.optimize(data, ["p1"] * 21, [[1.0]] * 21, standard_errors=True)
-    assert len(fit.standard_errors) == 21
-    assert str(fit).endswith("... and 1 more row")
-    table = TextTable(("a",), [("<b>",)] * 25)
-    assert table.text().splitlines()[-1] == "... and 5 more rows"
-    assert table.html().count("&lt;b&gt;") == 20
-    assert "<b>" not in table.html()
+    assert len(fit.standard_errors) == 21 and str(fit).endswith("... and 1 more row")
+    table = TextTable(("a",), [("<b>",)] * 25).html()
+    assert (table.count("&lt;b&gt;"), table.count("<b>")) == (20, 0)
     assert numbers([1.0, 2.123456789]) == "1, 2.1235"
     assert numbers(range(9)) == "0, 1, 2, 3, 4, 5, ..."
 
@@ -288,8 +245,7 @@ def test_errors_of_the_server_point_into_the_expression(client, call):
     ask, texts = getattr(client, call), ["age", "sin(age) + 2*p2"]
     error = refused("PARAMETER_OUT_OF_RANGE", ask, data, texts, [[], [1.0]], loss="mse")
     *_, text, caret = str(error).splitlines()
-    assert text.strip() == "sin(age) + 2*p2"
-    assert text.index("p2") == caret.index("^")
+    assert text.strip() == "sin(age) + 2*p2" and text.index("p2") == caret.index("^")
     error = refused(r"x3\n +\^", ask, data, "age * x3", [], loss="mse")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
@@ -300,13 +256,10 @@ def test_whatever_calls_return_prints_as_a_small_table(client):
     answer = client.run(data, ["p1*x1", "x2"] * 40, [[1.0], []] * 40, loss="mse", **outputs)
     fit = client.optimize(data, ["p1*x1", "x2"] * 40, [[1.0], []] * 40)
     for shown in (answer, answer.reductions, fit, client.info(), answer.timings):
-        assert repr(shown) == str(shown)
-        assert len(repr(shown)) < 4_000
-        assert repr(shown).count("\n") <= 23
-        assert shown._repr_html_().startswith("<table>")
+        assert repr(shown) == str(shown) and len(repr(shown)) < 4_000
+        assert repr(shown).count("\n") <= 23 and shown._repr_html_().startswith("<table>")
     assert re.search(r"losses +80 +float64 +0, 1, ", repr(answer))
-    assert "80 of 500 x 1" in repr(answer)
-    assert "NumPy reference" in repr(client.info())
+    assert "80 of 500 x 1" in repr(answer) and "NumPy reference" in repr(client.info())
     timings = Timings(decode=1500, compute=2_000_000, tier=Tier.COMPILED, cache_hits=3)
     assert re.search(r"\n *compute +2000\.0\n[\s\S]*tier compiled, cache hits 3$", str(timings))
 
@@ -317,7 +270,7 @@ def test_clients_show_their_address_and_no_token_and_are_not_made_of_it():
     client = warpfit.AsyncClient(warpfit.connect(["a:1", "b:2"], token="secret", tls=False))
     assert repr(client) == "<AsyncClient of a:1, b:2>"
     for kind in (warpfit.Client, warpfit.AsyncClient):
-        for given in ("127.0.0.1:50871", ["a:1", "b:2"], None):
-            error = refused(r"Use warpfit\.connect", kind, given)
-            assert ("_async" in error.remedy) == (kind is warpfit.AsyncClient)
-            assert not isinstance(given, str) or given in error.remedy
+        error = refused(r"Use warpfit\.connect", kind, "127.0.0.1:50871")
+        assert ("_async" in error.remedy) == (kind is warpfit.AsyncClient)
+        assert "127.0.0.1:50871" in error.remedy
+        refused(r"Use warpfit\.connect", kind, None)

@@ -1,6 +1,6 @@
 """Batches above a server's limits: split by the client, the results joined."""
 
-import itertools
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -19,23 +19,16 @@ X = rng.uniform(0.5, 2.0, size=(30, 2))
 Y = 2.0 * X[:, 0] - 0.5 * X[:, 1]
 TEXTS = ["p1*x1 + p2*x2", "x1", "p1 + sin(p2*x1) + p3", "x1*x2 - 3", "p1*x2", "exp(p1 - x2)", "x2"]
 STARTS = [[1.0, 0.5], [], [0.1, 0.2, 0.3], [], [1.5], [0.2], []]
-OUTPUTS = {
-    "values": {},
-    "loss": {"loss": "mse", "gradient": True, "variable_gradient": True, "reductions": True},
-    "jacobian": {"jacobian": True, "correlation": True},
-    "scaling": {"loss": "mse", "linear_scaling": True},
-}
-LIMITS = {
-    "programs": Limits(programs=3),
-    "tokens": Limits(tokens=12),
-    "bytes": Limits(result_bytes=2_000),
-    "message": Limits(message_bytes=400),
-}
+OUTPUTS = [
+    {},
+    {"loss": "mse", "gradient": True, "variable_gradient": True, "reductions": True},
+    *({"jacobian": True, "correlation": True}, {"loss": "mse", "linear_scaling": True}),
+]
+THREE, FEW_TOKENS = Limits(programs=3), Limits(tokens=12)
+LIMITS = [THREE, FEW_TOKENS, Limits(result_bytes=2_000), Limits(message_bytes=400)]
 
 
 class LimitedServer(testing.InProcessServer):
-    """Refuses what a real server with these limits refuses."""
-
     def __init__(self, limits: Limits) -> None:
         super().__init__()
         self.limits = limits
@@ -72,12 +65,8 @@ def assert_same(found, wanted):
             assert_same(getattr(found, name), getattr(wanted, name))
 
 
-@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
-@pytest.mark.parametrize("options", OUTPUTS.values(), ids=OUTPUTS)
-@pytest.mark.parametrize("vectors", [1, 2])
-def test_evaluations_above_a_limit_give_what_a_server_without_limits_gives(
-    limits, options, vectors
-):
+@pytest.mark.parametrize(("limits", "options", "vectors"), [*product(LIMITS, OUTPUTS, [1, 2])])
+def test_split_evaluations_give_what_a_server_without_limits_gives(limits, options, vectors):
     starts = STARTS if vectors == 1 else [np.stack([s, s]) * [[1.0], [2.0]] for s in STARTS]
     server = LimitedServer(limits)
     with testing.client() as free, testing.client(server) as limited:
@@ -90,9 +79,7 @@ def test_evaluations_above_a_limit_give_what_a_server_without_limits_gives(
     assert server.calls.count("Evaluate") - refused <= refused
 
 
-@pytest.mark.parametrize(
-    "limits", [LIMITS["programs"], LIMITS["tokens"], Limits(result_bytes=3_000)]
-)
+@pytest.mark.parametrize("limits", [THREE, FEW_TOKENS, Limits(result_bytes=3_000)])
 def test_fits_above_a_limit_are_split_with_their_bounds_and_report_progress(limits):
     reports = []
     options = {"bounds": (-1.5, 1.5), "fixed": [None, None, [True, False, False], *[None] * 4]}
@@ -109,12 +96,11 @@ def test_fits_above_a_limit_are_split_with_their_bounds_and_report_progress(limi
 
 
 def test_errors_of_a_part_name_the_expression_and_one_above_a_limit_is_refused():
-    with testing.client(LimitedServer(LIMITS["programs"])) as client:
+    with testing.client(LimitedServer(THREE)) as client:
         data = client.upload(X, Y)
         with pytest.raises(ProgramError) as caught:
             client.evaluate(data, ["x1"] * 5 + ["x1 + x9", "x1"], loss="mse")
-    assert caught.value.expression == 5
-    assert caught.value.text == "x1 + x9"
+    assert caught.value.expression == 5 and caught.value.text == "x1 + x9"
     with testing.client(LimitedServer(Limits(result_bytes=100))) as client:
         data = client.upload(X, Y)
         with pytest.raises(warpfit.ResourceExhaustedError, match="bytes of results"):
@@ -124,8 +110,7 @@ def test_errors_of_a_part_name_the_expression_and_one_above_a_limit_is_refused()
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.integers(1, 9))
 def test_even_bounds_make_parts_of_about_the_same_weight(weights, parts):
     bounds = even_bounds(np.array(weights, dtype=np.float64), parts)
-    assert (bounds[0], bounds[-1]) == (0, len(weights))
-    assert bounds == sorted(set(bounds))
+    assert (bounds[0], bounds[-1]) == (0, len(weights)) and bounds == sorted(set(bounds))
     assert len(bounds) <= parts + 1
-    sums = [sum(weights[a:b]) for a, b in itertools.pairwise(bounds)]
+    sums = [sum(weights[a:b]) for a, b in pairwise(bounds)]
     assert max(sums) <= sum(weights) / parts + max(weights)

@@ -50,7 +50,6 @@ def if_then_else(condition, yes, no):
 
 
 def scalar_set():
-    """The primitives of DEAP's examples, on Python floats."""
     pset = set_of(
         *((operator.add, 2), (operator.sub, 2), (operator.mul, 2), (protectedDiv, 2)),
         *((operator.neg, 1), (math.cos, 1), (math.sin, 1), (math.tanh, 1), (math.atan, 1)),
@@ -65,7 +64,6 @@ def scalar_set():
 
 
 def array_set():
-    """NumPy primitives under names of their own."""
     unary = (np.negative, np.sin, np.exp, np.log, np.absolute, np.square, np.sqrt, np.arctan)
     unary += (np.cbrt, np.log1p, np.reciprocal, np.sign)
     binary = (np.add, np.subtract, np.multiply, np.true_divide, np.maximum, np.minimum, np.power)
@@ -129,22 +127,16 @@ def protected_in_arrays(left, right):
 @pytest.mark.parametrize(
     ("name", "arity", "function", "meaning"),
     [
-        ("protectedDiv", 2, protectedDiv, None),
-        ("protectedDiv", 2, protected_in_arrays, None),
+        *(("protectedDiv", 2, protectedDiv, None), ("protectedDiv", 2, protected_in_arrays, None)),
         ("protectedDiv", 2, protected_by_a_threshold, "protectedDiv"),
-        ("div", 2, protectedDiv, "div"),
-        ("div", 2, lambda a, b: a / b, None),
-        ("add", 2, functools.partial(operator.add), None),
-        ("log", 1, lambda a: math.log(abs(a)) if a else 0.0, "log"),
-        ("sinc", 1, np.sinc, "sin"),
+        *(("div", 2, protectedDiv, "div"), ("add", 2, functools.partial(operator.add), None)),
+        *(("log", 1, lambda a: math.log(abs(a)) if a else 0.0, "log"), ("sinc", 1, np.sinc, "sin")),
         ("mod", 2, lambda a, b: a - b * math.floor(a / b), "mod"),
-        ("remainder", 2, math.remainder, "zdiv"),
-        ("remainder", 2, np.remainder, None),
-        ("round", 1, round, None),
+        *(("remainder", 2, math.remainder, "zdiv"), ("remainder", 2, np.remainder, None)),
         ("round", 1, lambda a: math.floor(a + 0.5), "floor"),
         ("if_then_else", 3, if_then_else, None),
         ("if_then_else", 3, lambda a, b, c: b if a > 0 else c, "where"),
-        ("lgamma", 1, math.lgamma, None),
+        *(("round", 1, round, None), ("lgamma", 1, math.lgamma, None)),
     ],
 )
 def test_functions_that_are_not_the_operator_of_their_name(name, arity, function, meaning):
@@ -194,8 +186,6 @@ def test_deep_trees_wide_sums_and_terminals_that_are_no_numbers():
 
 
 # ----------------------------------------------------------------------------------- the evaluator
-
-
 ROWS = np.random.default_rng(0).uniform(-2, 2, (30, 2))
 TARGET = ROWS[:, 0] ** 2 - 3.5 * ROWS[:, 1]
 
@@ -211,7 +201,6 @@ def pset():
 
 @pytest.fixture
 def evaluator(server, pset):
-    """Makes evaluators of the data."""
     with warpfit.testing.client(server) as client:
         data = client.upload(ROWS, TARGET, dtype="float64")
         yield lambda **options: Evaluator(client, data, pset, **options)
@@ -246,8 +235,7 @@ def test_a_generation_is_one_call_and_deaps_algorithms_run_unchanged(
     evaluate = evaluator()
     toolbox.register("evaluate", evaluate)
     toolbox.register("map", evaluate.map)
-    population = toolbox.population(n=300)
-    calls = len(server.calls)
+    population, calls = toolbox.population(n=300), len(server.calls)
     fitnesses = list(toolbox.map(toolbox.evaluate, population))
     assert server.calls[calls:] == ["Evaluate"]
     wanted = [by_deap(tree, pset) for tree in population]
@@ -257,9 +245,8 @@ def test_a_generation_is_one_call_and_deaps_algorithms_run_unchanged(
     calls = len(server.calls)
     bred, _ = algorithms.eaSimple(population[:40], toolbox, 0.5, 0.2, ngen=3, verbose=False)
     assert server.calls[calls:] == ["Evaluate"] * 4
-    assert [tree.fitness.values[0] for tree in bred] == pytest.approx(
-        [by_deap(tree, pset) for tree in bred]
-    )
+    found = [tree.fitness.values[0] for tree in bred]
+    assert found == pytest.approx([by_deap(tree, pset) for tree in bred])
 
 
 def test_map_maps_everything_else_and_terminals_of_the_set_are_not_fitted(toolbox, pset, evaluator):
@@ -278,22 +265,18 @@ def test_fitted_constants_stay_in_their_tree(toolbox, pset, evaluator, server):
     place = 5
     tree[place] = number()
     twin = creator.Individual(tree)
-    before = twin[place].value
-    evaluate = evaluator(fit_iterations=20)
+    before, evaluate = twin[place].value, evaluator(fit_iterations=20)
     ((fitness,),) = evaluate.map(evaluate, [tree])
-    assert fitness < 1e-12
-    assert tree[place].value == pytest.approx(3.5)
+    assert fitness < 1e-12 and tree[place].value == pytest.approx(3.5)
     assert by_deap(tree, pset) == pytest.approx(0.0, abs=1e-12)
-    assert twin[place].value == before
-    assert server.calls[-1] == "Optimize"
+    assert twin[place].value == before and server.calls[-1] == "Optimize"
 
 
 def test_fits_are_never_worse(toolbox, pset, evaluator):
     population = toolbox.population(n=100)
     plain = np.ravel(evaluator().score(population))
     fitted = np.ravel(evaluator(fit_iterations=5).score(population))
-    assert (fitted <= plain * (1 + 1e-9)).all()
-    assert (fitted < plain - 1e-6).sum() > 5
+    assert (fitted <= plain * (1 + 1e-9)).all() and (fitted < plain - 1e-6).sum() > 5
     wanted = [by_deap(tree, pset) for tree in population]
     np.testing.assert_allclose(fitted, wanted, rtol=1e-6, atol=1e-9)
 
@@ -321,8 +304,6 @@ def test_an_evaluator_checks_and_shows_what_it_is_made_of(pset, evaluator):
 
 
 # ------------------------------------------------------------------------------------------ gplearn
-
-
 FEATURES = 4
 ALL = [*functions._function_map.values(), functions.sig1]
 
@@ -331,11 +312,10 @@ def program(nodes=None, seed=0, function_set=ALL):
     arities = {}
     for function in function_set:
         arities.setdefault(function.arity, []).append(function)
-    return _Program(
-        function_set=function_set, arities=arities, init_depth=(1, 7), n_features=FEATURES,
-        init_method="half and half", const_range=(-2.0, 2.0), metric=None, p_point_replace=0.05,
-        parsimony_coefficient=0.001, random_state=np.random.RandomState(seed), program=nodes,
-    )  # fmt: skip
+    usual = {"init_depth": (1, 7), "init_method": "half and half", "const_range": (-2.0, 2.0)}
+    usual |= {"metric": None, "p_point_replace": 0.05, "parsimony_coefficient": 0.001}
+    own = {"random_state": np.random.RandomState(seed), "program": nodes, "n_features": FEATURES}
+    return _Program(function_set=function_set, arities=arities, **usual, **own)
 
 
 def test_a_generation_computes_what_gplearn_computes():

@@ -1,7 +1,5 @@
 """An estimator's requests to the engine's search; formulas as matrices, their rules and units."""
 
-from __future__ import annotations
-
 import math
 import time
 from contextlib import ExitStack, nullcontext
@@ -16,7 +14,6 @@ from support.refusals import refused
 from warpfit import Program, parse
 from warpfit.calls.search import SearchResult
 from warpfit.errors import UnavailableError
-from warpfit.expressions import reference
 from warpfit.expressions.reference import evaluate_program
 from warpfit.formulas.units import check_units, dimension, dimensions
 from warpfit.ir import Batch
@@ -37,7 +34,7 @@ TRAINING = TrainingData(ROWS, ROWS[:, 0], np.ones(20))
 
 
 def result(*texts, reason=SearchReason.GENERATIONS, losses=(1.5, 0.75)):
-    programs, starts = zip(*(warpfit.parse(text).lift_constants() for text in texts), strict=True)
+    programs, starts = zip(*(parse(text).lift_constants() for text in texts), strict=True)
     sizes = np.arange(1, len(texts) + 1)
     front = Front(Batch.of(programs, starts), sizes, np.array(losses[: len(texts)]))
     return SearchResult.of(SearchProgress(front, 1.0, 7, 900, 800, reason=reason))
@@ -45,11 +42,8 @@ def result(*texts, reason=SearchReason.GENERATIONS, losses=(1.5, 0.75)):
 
 @pytest.fixture
 def task():
-    """Make tasks whose client answers a search with a result, or raises an error."""
-
     def make(answer=None, loss=Loss.MSE, seen=(), **settings):
-        options = SymbolicRegressor(**settings)
-        asked = {}
+        options, asked = SymbolicRegressor(**settings), {}
 
         def search(data, progress, **keywords):
             asked.update(keywords, rows=data)
@@ -66,28 +60,16 @@ def task():
         def optimize(data, programs, starts, **keywords):
             return SimpleNamespace(parameters=starts, loss=np.full(len(programs), 0.625))
 
+        rows = {"training": TRAINING, "seen": np.arange(20), "sample": np.arange(12)}
+        limits = {"floor": 0.5, "stop_loss": 0.25, "amount": 12.0, "ends": math.inf}
+        limits |= {"population": options.population, "generations": options.generations}
         made = SearchTask(
             client=SimpleNamespace(search=search, upload=upload, optimize=optimize),
-            training=TRAINING,
-            seen=np.arange(20),
-            sample=np.arange(12),
-            compared="rows",
-            rng=np.random.default_rng(0),
-            form=Form(),
-            rules=options.rules(Form(), TRAINING, (), ()),
-            operators=("add", "sin"),
-            start=Genomes.of([warpfit.parse("x1 + 3.5"), warpfit.parse("2")]),
-            loss=loss,
-            floor=0.5,
-            stop_loss=0.25,
-            amount=12.0,
-            population=options.population,
-            generations=options.generations,
-            fit_iterations=15,
-            early_stopping=None,
-            ends=math.inf,
-            report=lambda found: False,
-            phase=lambda text: None,
+            **{**rows, "compared": "rows", "rng": np.random.default_rng(0), "form": Form()},
+            **{"rules": options.rules(Form(), TRAINING, (), ()), "operators": ("add", "sin")},
+            start=Genomes.of([parse("x1 + 3.5"), parse("2")]),
+            **{**limits, "loss": loss, "fit_iterations": 15, "early_stopping": None},
+            **{"report": lambda found: False, "phase": lambda text: None},
         )
         return made, asked
 
@@ -122,13 +104,6 @@ def test_time_alone_ends_a_search_of_a_million_generations(task, generations, se
     assert (asked["seconds"] is None) == (seconds == math.inf)
 
 
-def test_of_a_large_sample_the_engine_draws_as_many_rows_as_a_server_scores(task):
-    made, asked = task(result("x1"))
-    sample = np.broadcast_to(0, 1 + MOST_SCREENING_ROWS)
-    engine_search.search(ExitStack(), replace(made, sample=sample))
-    assert asked["screening_rows"] == MOST_SCREENING_ROWS
-
-
 def test_a_front_is_written_without_numbers_that_change_nothing(task):
     made, _ = task(result("sin(x1)*1 + 0", "sin(x2)*1 + 3"))
     front = engine_search.search(ExitStack(), made).front()
@@ -156,24 +131,20 @@ def test_what_was_reported_is_kept(task, error, reason):
         engine_search.search(ExitStack(), made)
 
 
-def test_directions_and_functions_of_ones_own_are_asked_for(task):
+def test_directions_own_functions_and_as_many_rows_as_a_server_scores_are_asked_for(task):
     constraints = {"monotonic": {"x1": "increasing"}, "count": {"sinc": 1}}
     made, asked = task(result("x1"), constraints=constraints)
-    engine_search.search(ExitStack(), made)
+    sample = np.broadcast_to(0, 1 + MOST_SCREENING_ROWS)
+    engine_search.search(ExitStack(), replace(made, sample=sample))
+    assert asked["screening_rows"] == MOST_SCREENING_ROWS
     assert asked["monotonic"] == {0: "increasing"}
     assert asked["counts"] == {"sinc": 1} and [*asked["definitions"]] == ["sinc"]
 
 
 OUTLINES = [
-    ("f(x1)*exp(-g(x2))", 1),
-    ("p1 + p2*f(x1)*g(x2)", 2),
-    ("f(x1) - f(x2)", 1),
-    ("f(x1)*f(x2)", 0),
-    ("exp(f(x1))*p1", 1),
-    ("sin(f(x1))", 0),
-    ("f(x1) + 3*x2", 0),
-    ("1/(f(x1) + p1) + p2", 2),
-    ("g(x2, f(x1))", 2),
+    *(("f(x1)*exp(-g(x2))", 1), ("p1 + p2*f(x1)*g(x2)", 2), ("f(x1)*f(x2)", 0), ("sin(f(x1))", 0)),
+    *(("1/(f(x1) + p1) + p2", 2), ("g(x2, f(x1))", 2), ("f(x1) - f(x2)", 1)),
+    *(("exp(f(x1))*p1", 1), ("f(x1) + 3*x2", 0)),
 ]
 
 
@@ -184,9 +155,8 @@ def test_slope_and_intercept_around_a_template_become_numbers_in_it(text, fitted
     contract = form.contract(np.arange(256, dtype=np.uint8))
     contract.check(2, {})
     assert contract.fitted == fitted
-    rng = np.random.default_rng(2)
-    functions = {1: "exp(x1)", 2: "x1*sin(x2)"}
-    cores = [Genomes.of([warpfit.parse(functions[arity])]) for arity in contract.arities]
+    rng, functions = np.random.default_rng(2), {1: "exp(x1)", 2: "x1*sin(x2)"}
+    cores = [Genomes.of([parse(functions[arity])]) for arity in contract.arities]
     numbers = rng.uniform(0.5, 1.5, form.engine_parts - len(cores))
     parts = [*cores, *(Genomes.of([warpfit.Program.constant(own)]) for own in numbers)]
     around = np.array([-1.7, 0.3])[:fitted]
@@ -209,11 +179,8 @@ def test_rows_are_weighted_around_the_best_formula_for_another_loss(task):
     assert (asked["rows"], asked["loss"], asked["target_loss"]) == ("weighted rows", Loss.MSE, None)
     middle, *others = asked["weights"]
     errors = np.abs(ROWS[:12, 0] - np.median(ROWS[:12, 0]))
-    np.testing.assert_allclose(
-        middle * np.maximum(errors, 0.1 * np.median(errors)) ** 2,
-        middle[0] * errors[0] ** 2,
-        rtol=1e-6,
-    )
+    weighted = middle * np.maximum(errors, 0.1 * np.median(errors)) ** 2
+    np.testing.assert_allclose(weighted, middle[0] * errors[0] ** 2, rtol=1e-6)
     assert len(others) == 3 and not np.allclose(others[0], middle)
     assert (found.generation, found.tried) == (28, 3600)
     by_text = dict(zip(map(str, found.promising().programs), found.promising().losses, strict=True))
@@ -229,8 +196,6 @@ def test_a_loss_whose_least_value_is_elsewhere_is_left_to_the_engine(task):
 
 
 # ----------------------------------------------------------------------------- formulas as matrices
-
-
 NAMES = ("add", "sub", "mul", "div", "square", "exp", "sin", "where")
 CODES = tuple(OPERATORS[name].code for name in NAMES)
 COLUMNS = np.random.default_rng(0).uniform(0.5, 2.0, (3, 12))
@@ -240,26 +205,13 @@ def genomes_of(*texts):
     return gp.Genomes.of([parse(text) for text in texts])
 
 
-def values(genomes):
-    return [reference.evaluate_program(p, COLUMNS) for p in genomes.population()]
-
-
-@pytest.mark.parametrize(
-    ("text", "short"),
-    [
-        ("2*x1 + 3", "x1"),
-        ("3 - x1/2", "x1"),
-        ("-(x1*x2)", "x1*x2"),
-        ("2/x1 + 1", "2/x1"),
-        ("sin(exp(0.0))*x2", "x2"),
-        ("square(x1 + (2 + 3))", "(x1 + 5) ^ 2"),
-        ("(x1 + 1)*x2", "(x1 + 1)*x2"),
-        ("1 + 2", "3"),
-        ("2", "2"),
-    ],
-)
-def test_what_is_simplified(text, short):
-    assert gp.simplified(genomes_of(text)).program(0) == parse(short)
+def test_what_is_simplified():
+    for text, short in (
+        *(("2*x1 + 3", "x1"), ("-(x1*x2)", "x1*x2"), ("sin(exp(0.0))*x2", "x2")),
+        *(("square(x1 + (2 + 3))", "(x1 + 5) ^ 2"), ("(x1 + 1)*x2", "(x1 + 1)*x2"), ("1 + 2", "3")),
+        *(("3 - x1/2", "x1"), ("2/x1 + 1", "2/x1"), ("2", "2")),
+    ):
+        assert gp.simplified(genomes_of(text)).program(0) == parse(short)
 
 
 def rules_of(given, most=24, operators=("add", "mul", "exp", "sin")):
@@ -286,25 +238,17 @@ def test_constraints_bound_depth_counts_and_nesting():
         refused("", admitted, given, "x1")
 
 
-@pytest.mark.parametrize(
-    ("operators", "text", "is_written"),
-    [
-        (("mul",), "x1^2*x1^4 - x1^2", False),
-        (("add", "mul"), "x1^2*x1^4 - x1^2/3", True),
-        (("mul",), "x1^-2", False),
-        (("div",), "x1^-2*x2", True),
-        (("mul",), "x1^1.5", False),
-        (("mul", "sqrt"), "x1^1.5", True),
-        (("pow",), "x1^1.37", True),
-        (("exp",), "exp(2*x1)", False),
-        (("exp", "mul"), "exp(x1/2)", True),
-        (("exp", "mul"), "exp(1/x1)", False),
-        (("sqrt", "mul"), "abs(x1)", False),
+def test_formulas_are_written_with_operators_that_were_named():
+    for operators, text, is_written in (
+        *((("mul",), "x1^2*x1^4 - x1^2", False), (("mul",), "x1^-2", False)),
+        *((("mul",), "x1^1.5", False), (("mul", "sqrt"), "x1^1.5", True)),
+        *((("exp",), "exp(2*x1)", False), (("exp", "mul"), "exp(x1/2)", True)),
+        *((("exp", "mul"), "exp(1/x1)", False), (("sqrt", "mul"), "abs(x1)", False)),
         (("sinc",), "sinc(x1)", True),
-    ],
-)
-def test_formulas_are_written_with_operators_that_were_named(operators, text, is_written):
-    assert limits.writing(operators)(genomes_of(text)).tolist() == [is_written]
+        *((("add", "mul"), "x1^2*x1^4 - x1^2/3", True), (("div",), "x1^-2*x2", True)),
+        (("pow",), "x1^1.37", True),
+    ):
+        assert limits.writing(operators)(genomes_of(text)).tolist() == [is_written]
 
 
 def test_complexity_is_weighed_with_slope_and_intercept():
@@ -326,27 +270,17 @@ def test_parts_are_packed_row_by_row():
 
 
 # ------------------------------------------------------------------------------------------- units
-
-
 COLUMN_NAMES = ("m", "v", "w", "t", "angle")
 UNITS = {"m": "kg", "v": "m/s", "w": "m*s^-1", "t": "s"}
 DIMENSIONS = dimensions(UNITS, COLUMN_NAMES, len(COLUMN_NAMES))
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("J", "kg*m^2/s^2"),
-        ("N/m", "J*m^-2"),
-        ("V*A", "W"),
-        ("", None),
-        ("m^0.5*m^0.5", "m"),
-        ({"kg": 1, "m": 1, "s": -2}, "N"),
-        ("rad", "1"),
-    ],
-)
-def test_equal_units_have_one_dimension(one, other):
-    assert dimension(one) == pytest.approx(dimension(other), abs=1e-12)
+def test_equal_units_have_one_dimension():
+    for one, other in (
+        *(("J", "kg*m^2/s^2"), ("", None), ("m^0.5*m^0.5", "m"), ({"kg": 1, "m": 1, "s": -2}, "N")),
+        *(("rad", "1"), ("N/m", "J*m^-2"), ("V*A", "W")),
+    ):
+        assert dimension(one) == pytest.approx(dimension(other), abs=1e-12)
 
 
 def test_units_of_other_systems_are_those_of_pint():
@@ -362,32 +296,22 @@ def test_units_by_column_and_by_default_names_and_those_that_do_not_fit():
         refused("BAD_SETTING", dimensions, units, COLUMN_NAMES, len(COLUMN_NAMES))
 
 
-@pytest.mark.parametrize(
-    ("text", "sound"),
-    [
-        ("v + t", False),
+def test_formulas_are_consistent_in_their_units():
+    for text, sound in (
         ("v*t + 3*w", True),  # 3 may be a time
-        ("v*t + w", False),
-        ("square(v)/w - w", True),
-        ("exp(v)", False),
-        ("exp(v/w)*m", True),
-        ("sin(angle) + angle", True),
-        ("m*(1 - square(v/w))", True),
-        ("v^angle", False),
-        ("v^2.5 + w", True),
-        ("min(v, t)", False),
+        *(("v*t + w", False), ("square(v)/w - w", True), ("exp(v)", False)),
+        *(("sin(angle) + angle", True), ("v^angle", False), ("v^2.5 + w", True)),
+        *(("min(v, t)", False), ("fma(v, t, w)", False)),
+        *(("v + t", False), ("exp(v/w)*m", True), ("m*(1 - square(v/w))", True)),
         ("where(v < t, m, m)", False),
-        ("fma(v, t, w)", False),
-    ],
-)
-def test_formulas_are_consistent_in_their_units(text, sound):
-    program = parse(text, COLUMN_NAMES)
-    assert limits.consistency(DIMENSIONS)(gp.Genomes.of([program])).tolist() == [sound]
-    if sound:
-        check_units(program, DIMENSIONS, None, COLUMN_NAMES)
-    else:
-        error = refused("UNITS_DIFFER", check_units, program, DIMENSIONS, None, COLUMN_NAMES)
-        assert error.position is not None
+    ):
+        program = parse(text, COLUMN_NAMES)
+        assert limits.consistency(DIMENSIONS)(gp.Genomes.of([program])).tolist() == [sound]
+        if sound:
+            check_units(program, DIMENSIONS, None, COLUMN_NAMES)
+        else:
+            error = refused("UNITS_DIFFER", check_units, program, DIMENSIONS, None, COLUMN_NAMES)
+            assert error.position is not None
 
 
 @pytest.mark.parametrize(

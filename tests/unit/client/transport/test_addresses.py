@@ -15,7 +15,7 @@ import warpfit.ray
 from support.refusals import refused
 from support.servers.network import Authority
 from warpfit.cli.main import main
-from warpfit.errors import InvalidArgumentError, UnavailableError
+from warpfit.errors import UnavailableError
 from warpfit.transport.connection import DEFAULT_ADDRESS, Security, TlsConfig, is_local, target_of
 from warpfit_server.machine import address_file
 
@@ -23,13 +23,11 @@ from warpfit_server.machine import address_file
 @pytest.mark.parametrize(
     ("address", "found"),
     [
-        ("a:1", ("a:1",)),
-        ("a:1, b:2,a:1", ("a:1", "b:2")),
+        *(("a:1", ("a:1",)), ("a:1, b:2,a:1", ("a:1", "b:2"))),
+        *(("ipv4:127.0.0.1:1", ("ipv4:127.0.0.1:1",)), ("unix:///run/x", ("unix:///run/x",))),
         (["[::1]:1", "unix:/run/warpfit"], ("[::1]:1", "unix:/run/warpfit")),
-        ("ipv4:127.0.0.1:1", ("ipv4:127.0.0.1:1",)),
         ("ipv6:[::1]:1", ("ipv6:[::1]:1",)),
         ("unix:a b.sock,unix-abstract:x", ("unix:a b.sock", "unix-abstract:x")),
-        ("unix:///run/warpfit", ("unix:///run/warpfit",)),
         ("my_host-2.cluster.local.:1", ("my_host-2.cluster.local.:1",)),
         ("[fe80::1%eth0]:65535", ("[fe80::1%eth0]:65535",)),
     ],
@@ -41,39 +39,32 @@ def test_fixed_addresses(address, found):
     assert target_of(None, {}).addresses == (DEFAULT_ADDRESS,)
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
+def test_what_is_no_address_is_refused_with_a_remedy():
+    for address in (
         *(50551, b"a:1", 1.5, {"a": 1}, [50551], ["a:1", None], True, []),
         *("", ",", "a", "a:", ":1", "a:0", "a:65536", "a:\u0661", "a:1,,b:2", "a:1 b:2,c"),
         *("a b:1", "a\n:1", "a\x00:1", "m\u00fcnchen:1", "a..b:1", ".:1", "a" * 64 + ":1"),
         *("::1:1", "fe80::1:1", "[::1:1", "[127.0.0.1]:1", "[]:1", "[a]:1", "300.1.1.1:1", "7:1"),
         *("1.2.3:1", "a:" + "1" * 5000, "a:-1", "a:+1", "a:1.0", "a/b:1", "a/127.0.0.1:1", "a@b:1"),
         *("http://a:1", "tcp://a:1", "grpc://a:1", "vsock:1:2", "dns:a:1", "ipv4:a:1"),
-        *("ipv4:[::1]:1", "ipv6:127.0.0.1:1", "ipv6:::1:1", "ipv4:127.0.0.1"),
+        *("ipv4:[::1]:1", "ipv6:127.0.0.1:1", "ipv6:::1:1", "ipv4:127.0.0.1", "unix:a\x00b"),
         *("unix:", "unix://", "unix:///", "unix://a", "unix-abstract:", "unix:" + "a" * 108),
-        *("unix:a\x00b", "UNIX:x"),
-        *("dns:///", "dns:///a", "dns://8.8.8.8/a:1", "dns:///a:1,b:2"),
-    ],
-)
-def test_what_is_no_address_is_refused_with_a_remedy(address):
-    for connect in (warpfit.connect, warpfit.connect_async):
-        assert "PORT" in refused("BAD_ADDRESS", connect, address).remedy
+        *("UNIX:x", "dns:///", "dns:///a", "dns://8.8.8.8/a:1", "dns:///a:1,b:2"),
+    ):
+        for connect in (warpfit.connect, warpfit.connect_async):
+            assert "PORT" in refused("BAD_ADDRESS", connect, address).remedy
 
 
 def test_a_name_stands_for_all_of_its_addresses(monkeypatch):
     def lookup(host, port, **kind):
         assert (host, port) == ("servers", 7)
-        four = [
-            (socket.AF_INET, *kind.values(), 6, "", (host, port))
-            for host in ("10.0.0.2", "10.0.0.1")
-        ]
+        hosts = ("10.0.0.2", "10.0.0.1")
+        four = [(socket.AF_INET, *kind.values(), 6, "", (host, port)) for host in hosts]
         return [(socket.AF_INET6, *kind.values(), 6, "", ("fd00::1", port, 0, 0)), *four]
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     target = target_of("dns:///servers:7")
-    assert target.addresses == ()
-    assert target.find() == ("10.0.0.1:7", "10.0.0.2:7")
+    assert target.addresses == () and target.find() == ("10.0.0.1:7", "10.0.0.2:7")
     assert target.server_name == "servers"
     monkeypatch.undo()
     with pytest.raises(UnavailableError, match="cannot be resolved"):
@@ -89,8 +80,6 @@ def test_what_a_resolver_returns_is_checked():
 
 
 # -------------------------------------------------------------------------------------------- files
-
-
 def test_clients_find_the_servers_that_are_there_now(tmp_path):
     path = tmp_path / "the servers [1]"
     target = target_of(f"file://{path}")
@@ -121,21 +110,15 @@ def test_what_is_no_path_or_no_address_is_named(tmp_path):
         refused("is not an address", target_of, wrong)
     (tmp_path / "servers.x").write_text("x" * 1000)
     refused("is not an address", lambda: target_of(f"file://{tmp_path}/servers").find())
-    with (
-        pytest.raises(InvalidArgumentError, match="cannot be written"),
-        address_file(str(tmp_path / "missing" / "servers"), "node1", 1),
-    ):
-        pass
+    missing = address_file(str(tmp_path / "missing" / "servers"), "node1", 1)
+    refused("cannot be written", missing.__enter__)
 
 
 # ---------------------------------------------------------------------------------- servers on Ray
-
-
 def test_the_extra_is_named_where_ray_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     refused(r"pip install 'warpfit\[ray\]'", warpfit.connect, "ray://science")
-    assert main(["ray", "list"]) == 2
-    assert "'warpfit[ray]'" in capsys.readouterr().err
+    assert main(["ray", "list"]) == 2 and "'warpfit[ray]'" in capsys.readouterr().err
 
 
 def test_the_command_hands_over_what_it_is_told(monkeypatch, capsys):
@@ -155,8 +138,6 @@ def test_what_is_no_namespace_is_refused(name):
 
 
 # ------------------------------------------------------------------------------------- credentials
-
-
 def test_local_addresses():
     here = "127.0.0.1:1 localhost:1 [::1]:1 unix:/x ipv4:127.0.0.1:1 ipv6:[::1]:1 unix-abstract:x"
     there = "ipv4:10.1.2.3:1 example.org:1 127.0.0.1.example.org:1 10.1.2.3:1"
@@ -194,55 +175,34 @@ def tls_servers(tmp_path_factory):
     foreign = Authority(tmp_path_factory.mktemp("foreign"))
     own = authority.issue("server", file="server")
     pair = [(own.key.read_bytes(), own.certificate.read_bytes())]
-    trusted = authority.file.read_bytes()
-    kinds = {
-        "tls": grpc.ssl_server_credentials(pair),
-        "mutual": grpc.ssl_server_credentials(pair, trusted, require_client_auth=True),
-        "plain": None,
-    }
-    servers, addresses = [], {}
-    for name, credentials in kinds.items():
-        server = grpc.server(ThreadPoolExecutor(1))
-        if credentials is None:
-            port = server.add_insecure_port("127.0.0.1:0")
-        else:
-            port = server.add_secure_port("127.0.0.1:0", credentials)
-        server.start()
-        servers.append(server)
-        addresses[name] = f"127.0.0.1:{port}"
+    trusted, secure = authority.file.read_bytes(), grpc.ssl_server_credentials
+    server, mutual = grpc.server(ThreadPoolExecutor(1)), secure(pair, trusted, True)
+    ports = {"tls": server.add_secure_port("127.0.0.1:0", secure(pair))}
+    ports |= {"mutual": server.add_secure_port("127.0.0.1:0", mutual)}
+    ports |= {"plain": server.add_insecure_port("127.0.0.1:0")}
+    server.start()
+    addresses = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
     yield addresses, authority.file, foreign, foreign.issue("eve")
-    for server in servers:
-        server.stop(None)
+    server.stop(None)
 
 
-@pytest.mark.parametrize(
-    ("server", "settings", "reason"),
-    [
-        ("tls", None, "TLS_WANTED"),
-        ("mutual", None, "TLS_WANTED"),
-        ("plain", {}, "NO_TLS"),
-        ("tls", {"ca": "foreign"}, "UNTRUSTED_CERTIFICATE"),
+def test_what_the_sides_set_differently_is_named_at_once(tls_servers):
+    addresses, ca, foreign, eve = tls_servers
+    own = {"certificate": eve.certificate, "key": eve.key}
+    files = {"foreign": {"ca": foreign.file}, "eve": own}
+    for server, settings, reason in (
+        *(("tls", None, "TLS_WANTED"), ("mutual", None, "TLS_WANTED"), ("plain", {}, "NO_TLS")),
+        ("tls", "foreign", "UNTRUSTED_CERTIFICATE"),
         ("tls", {"server_name": "nobody.example"}, "WRONG_SERVER_NAME"),
         ("mutual", {}, "CLIENT_CERTIFICATE_WANTED"),
-        ("mutual", {"certificate": "foreign"}, "CLIENT_CERTIFICATE_REFUSED"),
-    ],
-)
-def test_what_the_sides_set_differently_is_named_at_once(tls_servers, server, settings, reason):
-    addresses, ca, foreign, eve = tls_servers
-    tls = False
-    if settings is not None:
-        given = {"ca": ca} | settings
-        given["ca"] = foreign.file if given["ca"] == "foreign" else ca
-        if "certificate" in given:
-            given |= {"certificate": eve.certificate, "key": eve.key}
-        tls = warpfit.TlsConfig(**given)
-    started = time.monotonic()
-    with (
-        warpfit.connect(addresses[server], tls=tls) as client,
-        pytest.raises(warpfit.UnavailableError) as caught,
+        ("mutual", "eve", "CLIENT_CERTIFICATE_REFUSED"),
     ):
-        client.info()
-    assert caught.value.reason == reason
-    assert time.monotonic() - started < 10, "nothing is repeated"
-    text = "".join(traceback.format_exception(caught.value))
-    assert "grpc" not in text, "no cause or context of gRPC's"
+        given = {"ca": ca} | (files[settings] if isinstance(settings, str) else settings or {})
+        tls = settings is not None and warpfit.TlsConfig(**given)
+        started, client = time.monotonic(), warpfit.connect(addresses[server], tls=tls)
+        with client, pytest.raises(warpfit.UnavailableError) as caught:
+            client.info()
+        assert caught.value.reason == reason
+        assert time.monotonic() - started < 10, "nothing is repeated"
+        text = "".join(traceback.format_exception(caught.value))
+        assert "grpc" not in text, "no cause or context of gRPC's"

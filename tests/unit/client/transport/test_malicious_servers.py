@@ -16,6 +16,7 @@ from warpfit.v1 import evaluator_pb2 as pb
 ESCAPES = "a\x1b]0;owned\x07\x1b[2J\r\n\u202eb\x9b"
 DATA = Dataset.of(np.arange(4.0)[:, None], np.arange(4.0))
 OTHER = Dataset.of(np.arange(4.0)[:, None], np.arange(1.0, 5.0))
+LONGER = Dataset.of(np.arange(5.0)[:, None], np.arange(5.0))
 INFO = codec.dataset_info(DATA.content_id, DATA.layout)
 SERVER = pb.ServerInfo(contract=codec.CONTRACT).SerializeToString()
 
@@ -74,22 +75,16 @@ def one(client, method, **options):
 #: Calls whose answer is read as a stream. A server that sends others several messages is one that
 #: never ends its answer: only a deadline ends that.
 STREAMED = {"evaluate", "values", "gradients", "optimize with progress"}
+GRADIENTS = dict.fromkeys(("gradient", "variable_gradient", "reductions"), True)
 #: Calls by the method whose answer is a lie.
 CALLS = {
     "evaluate": ("Evaluate", lambda client: one(client, "evaluate")),
     "evaluate with a deadline": ("Evaluate", lambda client: one(client, "run", timeout=9)),
     "values": ("Evaluate", lambda client: one(client, "run", values=True, jacobian=True)),
-    "gradients": (
-        "Evaluate",
-        lambda client: one(client, "run", gradient=True, variable_gradient=True, reductions=True),
-    ),
+    "gradients": ("Evaluate", lambda client: one(client, "run", **GRADIENTS)),
     "optimize": ("Optimize", lambda client: one(client, "optimize", covariance=True)),
-    "optimize with progress": (
-        "Optimize",
-        lambda client: one(client, "optimize", progress=lambda _: None),
-    ),
-    "upload": ("UploadVariables", upload),
-    "find": ("GetVariables", upload),
+    "optimize with progress": ("Optimize", lambda client: one(client, "optimize", progress=print)),
+    **{"upload": ("UploadVariables", upload), "find": ("GetVariables", upload)},
     "open": ("OpenDataset", lambda client: client.open("a.parquet", x=["a"], y="b")),
     "open all": ("OpenDataset", lambda client: client.open("a.parquet")),
 }
@@ -103,23 +98,15 @@ def fit(**changes):
     return pb.OptimizeResponse(result=result).SerializeToString()
 
 
-def info(dataset, **changes):
-    message = pb.DatasetInfo.FromString(codec.dataset_info(dataset.content_id, dataset.layout))
-    for name, value in changes.items():
-        setattr(message.layout, name, value)
-    return message.SerializeToString()
-
-
 LIES = {
-    "nothing": [],
     "an empty message": [b""],
-    "no message at all": [b"\xff" * 100],
+    **{"nothing": [], "no message at all": [b"\xff" * 100]},
     "a truncated message": [INFO[: len(INFO) // 2]],
     "no UTF-8": [b"\x0a\x04\xff\xfe\xfd\xfc" + b"\x12\x02\xc3\x28"],
     "wrong wire types": [b"\x08\x01\x10\x02\x18\x03\x20\x04\x28\x05\x30\x06"],
     "a message over the limit": [bytes(1 << 17)],
-    "another data set": [info(OTHER)],
-    "another layout": [info(DATA, rows=5)],
+    "another data set": [codec.dataset_info(OTHER.content_id, OTHER.layout)],
+    "another layout": [codec.dataset_info(DATA.content_id, LONGER.layout)],
     "no layout": [pb.DatasetInfo(content_id=DATA.content_id).SerializeToString()],
     "twice the right message": [INFO, INFO],
     "losses of a wrong length": [
@@ -138,7 +125,6 @@ def test_a_lie_is_an_error_of_this_package(liar, name, lie, recwarn):
     whole = [b"".join(LIES[lie])] if LIES[lie] else []
     handler.answers = {method: LIES[lie] if name in STREAMED else whole}
     if method == "UploadVariables":
-        handler.usual = {}
         handler.answers["GetVariables"] = []
         handler.status, handler.usual = grpc.StatusCode.NOT_FOUND, {"UploadVariables": []}
     try:
@@ -160,8 +146,7 @@ def test_texts_of_a_server_do_not_control_the_terminal(liar, capsys, kind):
     handler.metadata = ((codec.ERROR_METADATA_KEY, codec.error_to_status(error)),)
     with pytest.raises(warpfit.WarpfitError) as caught:
         one(client, "evaluate")
-    assert str(caught.value).isprintable()
-    assert "\\x1b]0;owned" in str(caught.value)
+    assert str(caught.value).isprintable() and "\\x1b]0;owned" in str(caught.value)
     handler.status = handler.details = None
     server = pb.ServerInfo(version=ESCAPES, engine=ESCAPES)
     server.devices.add(name=ESCAPES, driver=ESCAPES, compute_capability=ESCAPES)
@@ -169,8 +154,7 @@ def test_texts_of_a_server_do_not_control_the_terminal(liar, capsys, kind):
     handler.metadata, handler.answers = (), {"GetServerInfo": [server.SerializeToString()]}
     main(["info", address])
     printed = "".join(capsys.readouterr())
-    assert "owned" in printed
-    assert not set(printed) & set("\x1b\x07\x9b\u202e\r")
+    assert "owned" in printed and not set(printed) & set("\x1b\x07\x9b\u202e\r")
 
 
 @pytest.mark.parametrize("said", [b"", b"\x08", b"\x08\xff", b"\xff" * 1000, b"\x0a\x01a"])
