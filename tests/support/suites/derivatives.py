@@ -329,9 +329,6 @@ def test_many_parameters(engine):
         np.testing.assert_allclose(got.curvatures, want.curvatures, rtol=1e-9, atol=1e-9)
 
 
-# ------------------------------------------------------------------------------------- the rest
-
-
 def test_cancelled(engine):
     data = make_dataset(1000)
     with pytest.raises(CancelledError):

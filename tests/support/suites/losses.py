@@ -132,9 +132,6 @@ def test_nan_where_no_row_has_weight_is_not_lost(engine):
     assert np.isnan(outputs.moments[0, 0, [1, 3, 5, 6]]).all()
 
 
-# ------------------------------------------------------------------------- statistics of values
-
-
 @pytest.mark.parametrize(
     ("weights", "dtype", "rows"),
     covering_first(

@@ -28,25 +28,16 @@ class TestTokens:
         tokens._tokens._next = 0.0
         return tokens.tenant(token)
 
-    @pytest.mark.parametrize("half", ["", "# the first line\n"])
-    def test_a_file_that_is_being_rewritten_in_place_is_read_when_it_is_complete(
-        self, tmp_path, monkeypatch, half
-    ):
+    def test_a_file_that_is_being_rewritten_is_read_when_it_is_whole(self, tmp_path, monkeypatch):
         (token, line), (other, others_line) = new_token("a"), new_token("b")
         path = self._file(tmp_path, line)
         tokens = TokenFile(path)
         monkeypatch.setattr(config, "_SETTLE_SECONDS", 30.0)
-        for text in (half, f"{half}{line}\n{others_line}"):
+        for text in ("", "# the first line\n", f"{line}\n{others_line}"):
             path.write_text(text)
             assert self.look(tokens, token) == "a"
         monkeypatch.setattr(config, "_SETTLE_SECONDS", 0.0)
         assert [self.look(tokens, each) for each in (token, other)] == ["a", "b"]
-
-    @pytest.mark.parametrize("text", ["", "# no token yet\n"])
-    def test_a_server_does_not_start_with_a_file_without_tokens(self, tmp_path, text):
-        with pytest.raises(InvalidArgumentError, match="has no token") as caught:
-            TokenFile(self._file(tmp_path, text))
-        assert caught.value.reason == "BAD_TOKEN_FILE"
 
     @pytest.mark.parametrize("until", ["2020-01-01", "2020-01-01T00:00:00+02:00", None])
     def test_a_token_expires_even_if_it_was_used_before(self, tmp_path, until):
@@ -63,11 +54,10 @@ class TestTokens:
     @pytest.mark.parametrize(
         "text",
         [
-            *("alice", "alice zz", "alice abcd", f"alice {'ab' * 32} never", "a b c d", "\xff"),
-            f"{'a' * 129} {'ab' * 32}",
+            *("", "# no token yet\n", "\xff", "alice", "alice zz", "alice abcd", "a b c d"),
+            *(f"alice {'ab' * 32} never", f"{'a' * 129} {'ab' * 32}"),
             # What a terminal does something with, a token that is empty, and one of two tenants.
-            f"a\x1b[31m {'ab' * 32}",
-            f"a {token_digest('').hex()}",
+            *(f"a\x1b[31m {'ab' * 32}", f"a {token_digest('').hex()}"),
             f"a {'ab' * 32} # b\nb {'AB' * 32}",
         ],
     )
@@ -76,11 +66,8 @@ class TestTokens:
         with pytest.raises(InvalidArgumentError) as caught:
             TokenFile(path)
         assert caught.value.reason == "BAD_TOKEN_FILE"
-        assert f"line {2 + text.count(chr(10))}" in str(caught.value) or text == "\xff"
-
-    def test_a_mark_of_the_byte_order_is_no_part_of_a_name(self, tmp_path):
-        token, line = new_token("a")
-        assert TokenFile(self._file(tmp_path, f"\ufeff{line}\n")).tenant(token) == "a"
+        if text.startswith("a"):
+            assert f"line {2 + text.count(chr(10))}" in str(caught.value)
 
     def test_no_call_waits_for_the_other_end_of_a_pipe(self, tmp_path):
         token, line = new_token("a")
@@ -135,7 +122,8 @@ class TestTokens:
 
     def test_a_token_whose_line_was_removed_is_refused(self, tmp_path):
         made = [new_token("a"), new_token("b", days=1)]
-        path = self._file(tmp_path, "\n".join(f"{line}  # note" for _, line in made))
+        lines = "\n".join(f"{line}  # note" for _, line in made)
+        path = self._file(tmp_path, f"\ufeff{lines}")  # a mark of the byte order
         tokens = TokenFile(path)
         assert [tokens.tenant(token) for token, _ in made * 2] == ["a", "b"] * 2
         with pytest.raises(UnauthenticatedError, match="not known"):

@@ -45,13 +45,7 @@ def test_flags_win_over_variables_over_defaults():
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [
-        ("WARPFIT_MAX_REQUSTS", "WARPFIT_MAX_REQUESTS"),
-        ("WARPFIT_TOKENFILE", "WARPFIT_TOKEN_FILE"),
-        ("WARPFIT_TOKENS_FILE", "WARPFIT_TOKEN_FILE"),
-        ("WARPFIT_max_rows", ""),
-        ("WARPFIT_ANYTHING_ELSE", ""),
-    ],
+    [("WARPFIT_TOKENFILE", "WARPFIT_TOKEN_FILE"), ("WARPFIT_max_rows", "")],
 )
 def test_a_variable_that_nobody_knows_stops_a_server_and_warns_a_client(name, meant, capsys):
     with pytest.raises(SystemExit):
@@ -90,44 +84,33 @@ def test_limits_above_the_memory_are_refused(name):
     assert (caught.value.reason, caught.value.field) == ("OVER_MEMORY", name)
 
 
-JSON = {"WARPFIT_LOG_FORMAT": "json"}
+#: Flags, and variables without their prefix.
+WRONG = """
+DEVICES=0,,1 PORT=many FRONT_ENDS=-1 PROBE_SECONDS=1
+--devices=tpu --log-level=loud --parent=-5 --lease-seconds=-1 --max-tokens=5000 --port
+--port=-1 --port=65536 --port=1.0 --health-port=localhost: --metrics-port=::1
+--max-result-bytes=1furlong --max-result-bytes=-1 --max-result-bytes=100000000000000000000GB
+--threads=0 --threads=1.5 --threads=nan --threads=100000000000000000000
+--grace=-0.1 --grace=nan --grace=inf --grace=1e300 --grace=soon
+"""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment"),
-    [
-        (["--devices", "tpu"], {}),
-        (["--devices", "cpu:65"], {}),
-        ([], {"WARPFIT_DEVICES": "0,,1"}),
-        ([], {"WARPFIT_PORT": "many"}),
-        *((["--max-result-bytes", text], {}) for text in ("1 furlong", "-1", f"{10**20}GB")),
-        (["--log-level", "loud"], {}),
-        *((["--threads", text], {}) for text in ("0", "-1", "1.5", "nan", str(10**20))),
-        *((["--grace", text], {}) for text in ("-0.1", "nan", "inf", "1e300", "soon")),
-        *((["--port", text], {}) for text in ("-1", "65536", "1.0")),
-        ([], {"WARPFIT_FRONT_ENDS": "-1"}),
-        (["--parent", "-5"], {}),
-        (["--lease-seconds=-1"], {}),
-        (["--health-port", "localhost:"], {}),
-        (["--metrics-port", "::1"], {}),
-        (["--max-tokens", "5000"], {}),
-        ([], {"WARPFIT_PROBE_SECONDS": "1"}),
-        (["--port"], {}),
-    ],
-)
-def test_wrong_settings_are_refused_in_the_form_of_the_log(arguments, environment, capsys):
-    for wrong in (
-        (arguments, environment),
-        (arguments, environment | JSON),
-        (["--log-f", "json", *arguments], environment),
-        (["--no-such-flag", "--log-format=JSON", *arguments], environment),
+@pytest.mark.parametrize("wrong", WRONG.split())
+def test_wrong_settings_are_refused_in_the_form_of_the_log(wrong, capsys):
+    name, _, value = wrong.partition("=")
+    flags, variables = ([wrong], {}) if name < "A" else ([], {f"WARPFIT_{name}": value})
+    for tried in (
+        (flags, variables),
+        (flags, variables | {"WARPFIT_LOG_FORMAT": "json"}),
+        (["--log-f", "json", *flags], variables),
+        (["--no-such-flag", "--log-format=JSON", *flags], variables),
     ):
         with pytest.raises(SystemExit) as caught:
-            Config.from_arguments(*wrong)
+            Config.from_arguments(*tried)
         assert caught.value.code == 2
         written = capsys.readouterr()
         assert not written.out
-        if wrong == (arguments, environment):
+        if tried == (flags, variables):
             assert "error:" in written.err
         else:
             (line,) = map(json.loads, written.err.splitlines())
@@ -169,7 +152,7 @@ def test_every_engine_has_a_label_of_its_own_and_a_share_of_its_gpu(text, labels
     assert [device.share for device in found] == pytest.approx(shares)
 
 
-@pytest.mark.parametrize("text", ["", "gpu", "cpu:0", "cpu:65", "-1", "0,", "0;1", "cpu,0", "1000"])
+@pytest.mark.parametrize("text", ["", "cpu:0", "cpu:65", "-1", "0,", "cpu,0", "1000"])
 def test_what_names_no_devices_is_refused(text):
     with pytest.raises(ValueError, match="names no devices"):
         check_devices(text)
@@ -198,13 +181,9 @@ def test_a_limit_above_the_memory_of_a_gpu_is_refused_with_the_amount(monkeypatc
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: run)
     check_device_memory("0,1", 24 << 30)
     check_device_memory("0,7", 80 << 30)  # the engine says that there is no GPU 7
-    for devices, memory, wanted in (
-        ("0,1", 25 << 30, r"25\.0 GiB, and cuda:1 has 24\.0 GiB"),
-        ("0", 81 << 30, r"81\.0 GiB, and cuda:0 has 80\.0 GiB"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=wanted) as refused:
-            check_device_memory(devices, memory)
-        assert (refused.value.reason, refused.value.field) == ("OVER_MEMORY", "device_memory")
+    with pytest.raises(InvalidArgumentError, match=r"25\.0 GiB, and cuda:1 has 24\.0") as refused:
+        check_device_memory("0,1", 25 << 30)
+    assert (refused.value.reason, refused.value.field) == ("OVER_MEMORY", "device_memory")
 
 
 @pytest.mark.parametrize(
@@ -269,11 +248,10 @@ def test_an_unknown_host_is_not_called_plain_text(host):
     assert caught.value.reason == "NO_SUCH_HOST"
 
 
-@pytest.mark.parametrize("host", ["[::1]", "::1"])
-def test_brackets_of_an_address_do_not_matter(host):
-    flags = ["--host", host, "--health-port", "[::1]:7", "--metrics-port", "[::1]:0"]
+def test_brackets_of_an_address_do_not_matter():
+    flags = ["--host", "[::1]", "--health-port", "[::1]:7", "--metrics-port", "[::1]:0"]
     config = Config.from_arguments(flags, {})
-    assert config.host == "::1"
+    assert config.host == Config(host="::1").host
     assert split_address(config.health_port) == ("::1", 7)
     assert split_address(config.metrics_port) == ("::1", 0)
     config.check_exposure()
@@ -286,14 +264,8 @@ def test_threads_are_divided():
     assert Config(devices="cpu").engine_threads(0) is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "insecure"),
-    [
-        ([], {}, False),
-        (["--insecure"], {}, True),
-        (["--insecure", "no"], {"WARPFIT_INSECURE": "1"}, False),
-        ([], {"WARPFIT_INSECURE": "yes"}, True),
-    ],
-)
-def test_switches_need_no_value(arguments, environment, insecure):
-    assert Config.from_arguments(arguments, environment).insecure is insecure
+def test_switches_need_no_value():
+    variable = {"WARPFIT_INSECURE": "yes"}
+    assert Config.from_arguments(["--insecure"], {}).insecure is True
+    assert Config.from_arguments(["--insecure", "no"], variable).insecure is False
+    assert Config.from_arguments([], variable).insecure is True

@@ -62,22 +62,14 @@ def test_the_narrowest_group_counts(tmp_path, groups):
 
 
 @pytest.mark.parametrize(
-    ("limit", "cores"),
-    [
-        ("max 100000\n", 16),
-        ("400000 100000\n", 4),
-        ("250000 100000\n", 3),
-        ("10000 100000\n", 1),
-        ("9900000 100000\n", 16),
-    ],
+    ("limit", "cores"), [("max", 16), ("400000", 4), ("250000", 3), ("10000", 1), ("9900000", 16)]
 )
 def test_cores_of_a_container(groups, limit, cores):
-    assert available_cores(groups("0::/\n", **{"cpu.max": limit})) == cores
+    assert available_cores(groups("0::/\n", **{"cpu.max": f"{limit} 100000\n"})) == cores
 
 
 @pytest.mark.parametrize(
-    ("quota", "bytes_", "cores", "gib"),
-    [("-1", 1 << 63, 16, 64), ("300000", 2 * GIB, 3, 2)],
+    ("quota", "bytes_", "cores", "gib"), [("-1", 1 << 63, 16, 64), ("300000", 2 * GIB, 3, 2)]
 )
 def test_groups_of_version_1(groups, quota, bytes_, cores, gib):
     files = {
@@ -138,9 +130,6 @@ def test_freed_blocks_are_used_again_without_page_faults_and_kept_in_few_heaps()
     assert heaps <= 4, "which there are for twelve threads"
 
 
-# ----------------------------------------------------------------------- evaluations that are stuck
-
-
 def test_only_an_evaluation_that_ignores_its_cancellation_is_stuck():
     flag, now = np.zeros(1, np.uint8), 1e9
     flags = {1: flag, 2: np.zeros(1, np.uint8)}
@@ -153,9 +142,6 @@ def test_only_an_evaluation_that_ignores_its_cancellation_is_stuck():
     assert [detector.is_stuck(now + seconds) for seconds in (33, 62, 64)] == [False, False, True]
     flags.clear()
     assert not detector.is_stuck(now + 100)
-
-
-# -------------------------------------------------------------------------------------- directories
 
 
 _CONTEXT = get_context("fork")

@@ -168,7 +168,7 @@ def tenants(tmp_path):
 def test_sections_narrow_the_default_which_narrows_the_server(tenants):
     book = tenants(
         '[default]\nrows = 10\nrate = 3.5\n[tenants.a]\nresident_bytes = "1MiB"\nrows = 20\n'
-        "requests = 1000\n[tenants.b]\nsuspended = true\n",
+        "requests = 1000\n[tenants.b]\nsuspended = true\n"
     )
     a, other = book.limits("a"), book.limits("c")
     assert (a.rows, a.resident_bytes, a.rate, a.requests) == (20, 1 << 20, 3.5, 32)
@@ -191,22 +191,11 @@ def test_the_file_narrows_what_the_server_bounds_and_sets_the_rest(tenants, name
 @pytest.mark.parametrize(
     "text",
     [
-        "[default]\nspeed = 3\n",
-        "[default]\nrows = -1\n",
-        "[default]\nrows = true\n",
-        '[default]\nrows = "many"\n',
-        "[tenants.a]\nsuspended = 1\n",
-        "[tenant.a]\nrows = 3\n",
-        "tenants = 3\n",
-        "default = 3\n",
-        "[tenants]\na = 3\n",
-        "[default]\nrate = nan\n",
-        "[default]\nrate = inf\n",
-        "[default]\nrequests = inf\n",
-        f"[default]\nrows = {2**63}\n",
-        "[default]\nrequests = 0.5\n",
-        f"a = {'[' * 5_000}",
-        "nonsense",
+        *(f"[default]\nrows = {value}\n" for value in ("-1", "true", '"many"', 2**63)),
+        *(f"[default]\n{line}\n" for line in ("speed = 3", "rate = nan", "rate = inf")),
+        *("[default]\nrequests = inf\n", "[default]\nrequests = 0.5\n"),
+        *("[tenants.a]\nsuspended = 1\n", "[tenant.a]\nrows = 3\n", "[tenants]\na = 3\n"),
+        *("tenants = 3\n", "default = 3\n", f"a = {'[' * 5_000}", "nonsense"),
     ],
 )
 def test_wrong_files_are_refused(tenants, text):

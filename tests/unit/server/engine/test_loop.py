@@ -16,7 +16,6 @@ from warpfit.errors import (
     CancelledError,
     InternalError,
     ProgramError,
-    ResourceExhaustedError,
     UnavailableError,
     WarpfitError,
 )
@@ -227,19 +226,15 @@ class TestMerging:
         assert sorted(engine.batches) == [1, 1, 55]
 
     @pytest.mark.parametrize(
-        ("constant", "kind", "reason"),
-        [
-            (BAD, ProgramError, "BAD_TOKEN"),
-            (BUG, InternalError, "ENGINE_FAILURE"),
-            (LACKS_MEMORY, ResourceExhaustedError, "MEMORY"),
-        ],
+        ("constant", "reason"),
+        [(BAD, "BAD_TOKEN"), (BUG, "ENGINE_FAILURE"), (LACKS_MEMORY, "MEMORY")],
     )
-    def test_a_request_that_fails_fails_alone(self, held, constant, kind, reason):
+    def test_a_request_that_fails_fails_alone(self, held, constant, reason):
         engine, busy, front = held()
         runs = [front.start(n, constant=constant if n == 2 else 1.0) for n in range(4)]
         engine.go.set()
         *_, error, last = front.answer(busy, *runs)
-        assert (type(error), error.reason, last) == (kind, reason, [3.0])
+        assert (error.reason, last) == (reason, [3.0])
         assert engine.batches[:2] == [1, 4]
 
     def test_merged_requests_wait_apart_for_code_that_is_being_loaded(self, held):

@@ -185,9 +185,8 @@ def test_all_processes_have_the_same_hash():
 @pytest.mark.parametrize("vectors", [1, 3])
 def test_a_batch_lies_in_a_segment_as_it_was_sent(vectors):
     batch = whole_batch(vectors)
-    request = written(
-        Evaluation(DATASET.content_id, batch, loss=Loss.MSE, values=False), DATASET.layout
-    )
+    asked = Evaluation(DATASET.content_id, batch, loss=Loss.MSE, values=False)
+    request = written(asked, DATASET.layout)
     layout = request.segment_layout
     found = layout.batch(request.segment)
     assert_same(found, batch)

@@ -73,7 +73,7 @@ class Simulation:
                         one.ended = self.now
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_backlogged_tenants_get_equal_shares(seed):
     rng = random.Random(seed)
     calls = []
@@ -90,7 +90,7 @@ def test_backlogged_tenants_get_equal_shares(seed):
     assert max(shares) - min(shares) < 0.05
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_modest_tenant_waits_for_running_steps_only_beside_greedy_ones(seed):
     rng = random.Random(seed)
     greedy = [
@@ -104,7 +104,7 @@ def test_a_modest_tenant_waits_for_running_steps_only_beside_greedy_ones(seed):
     assert max(waits) <= 2 * STEP
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_neither_fits_nor_small_calls_of_a_tenant_starve(seed):
     rng = random.Random(seed)
     fits = [call("one", 0.0, 0.3) for _ in range(4)]
@@ -294,9 +294,7 @@ def test_a_suspect_that_takes_too_long_runs_beside_others_and_its_state_says_so(
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_a_suspect_waits_for_a_long_step_for_some_time_and_not_once_it_is_cancelled(
-    steps, is_cancelled
-):
+def test_a_suspect_waits_for_a_long_step_for_a_while_and_not_if_cancelled(steps, is_cancelled):
     long = steps.add("long")
     steps.next()
     suspect = steps.add("suspect", 2.0)

@@ -52,7 +52,6 @@ class Engines:
             self.seconds(batch, dataset)
         except FailedPreconditionError as error:
             return error.reason
-        return None
 
 
 @pytest.fixture
@@ -174,19 +173,15 @@ class TestQuarantine:
 def test_the_digest_covers_the_whole_request():
     asked = an_evaluation(loss=Loss.MSE)
     batch = asked.batch
-    others = [
-        replace(asked, rows=(0, 5)),
-        replace(asked, loss=Loss.MAE),
-        replace(asked, loss=None, custom_loss=huber()),
-        replace(asked, gradient=True),
-        replace(asked, dataset_id=bytes(32)),
-        replace(asked, batch=replace(batch, parameters=batch.parameters + 1)),
-        replace(asked, batch=replace(batch, values=batch.values + 1)),
+    changes = [
+        *({}, {"rows": (0, 5)}, {"loss": Loss.MAE}, {"loss": None, "custom_loss": huber()}),
+        *({"gradient": True}, {"dataset_id": bytes(32)}),
+        {"batch": replace(batch, parameters=batch.parameters + 1)},
+        {"batch": replace(batch, values=batch.values + 1)},
     ]
-    names = {digest(one) for one in (asked, *others)}
-    names.add(digest(asked, {"lower": np.zeros(3)}))
-    names.add(digest(asked, {"upper": np.zeros(3)}))
-    assert len(names) == len(others) + 3
+    names = {digest(replace(asked, **change)) for change in changes}
+    names |= {digest(asked, {name: np.zeros(3)}) for name in ("lower", "upper")}
+    assert len(names) == len(changes) + 2
     assert digest(asked) == digest(an_evaluation(loss=Loss.MSE))
 
 

@@ -11,9 +11,10 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -95,9 +96,6 @@ def ask(front_ends, front_end, function, *arguments, descriptor=None):
     if answer.error is not None:
         raise answer.error
     return answer.result
-
-
-# ------------------------------------------------------------------------------ any kind of process
 
 
 class Sleeper(Supervisor):
@@ -234,10 +232,7 @@ def test_a_front_end_that_cannot_serve_says_why(front_ends, front_end):
 
 @pytest.mark.parametrize("error", [FULL, ChannelClosedError("it is gone")])
 def test_what_a_front_end_cannot_be_told_fails_nothing(front_ends, front_end, error):
-    def send(*_):
-        raise error
-
-    front_end.channel = SimpleNamespace(send=send)
+    front_end.channel = Mock(**{"send.side_effect": error})
     front_ends.withdraw_dataset(b"data")
     assert not front_end.tell(messages.Stop())
 
@@ -264,14 +259,7 @@ def test_a_front_end_that_reads_nothing_stops_the_others_for_a_moment_only(
 def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch, caplog, error):
     monkeypatch.setattr("warpfit_server.processes.supervisor._SPAWN_PAUSE", 0.01)
     supervisor = Sleeper(0.0)
-    spawn, errors = supervisor.spawn, [error, error]
-
-    def spawn_later():
-        if errors:
-            raise errors.pop()
-        return spawn()
-
-    supervisor.spawn = spawn_later
+    supervisor.spawn = Mock(side_effect=chain([error, error], iter(supervisor.spawn, None)))
     supervisor.start()
     eventually(lambda: supervisor.codes)
     supervisor.stop()
@@ -338,12 +326,10 @@ class TestQuestions:
         ask(front_ends, front_end, "abandon", begun)
 
     def test_an_answer_that_cannot_be_sent_becomes_an_error(self, front_ends, front_end):
-        sent = front_end.channel.send
-
         def send(message, descriptor=None):
             if message.error is None:
                 raise InternalError("a message is too long", "MESSAGE_TOO_LONG")
-            sent(message, descriptor)
+            front_end.told.append(message)
 
         front_end.channel = SimpleNamespace(send=send)
         with pytest.raises(InternalError, match="answer was not sent"):
@@ -371,9 +357,6 @@ def test_a_question_that_was_not_sent_is_not_waited_for():
         main.give_back(b"data")
     main.give_back(b"data")
     assert not main._asked
-
-
-# ------------------------------------------------------------------------------- the registry
 
 
 class Known:
@@ -423,27 +406,20 @@ def test_an_engine_that_had_no_room_is_asked_again():
             load = data.load(1)
             assert data.load(1) is load, "one request at a time"
             assert 1 not in data.engines
-            if error:
-                load.set_exception(error)
-            else:
-                load.set_result(None)
+            load.set_exception(error) if error else load.set_result(None)
         assert data.engines == {1}
     assert [engine for engine, _ in known.loads] == [1, 1, 1]
 
 
 def test_what_engines_hold_follows_what_the_main_process_says():
-    known = Known(engines=(0,))
-    data, registry = known.registry.add(known.found), known.registry
+    registry = (known := Known(engines=(0,))).registry
+    data = registry.add(known.found)
     registry.held(b"data", 1)
-    assert data.engines == {0, 1}
-    assert registry.loads(1) == 1
+    assert (data.engines, registry.loads(1)) == ({0, 1}, 1)
     registry.engine_started(0)
     assert data.engines == {1}
     registry.unloaded(b"data")
     assert data.engines == frozenset()
-
-
-# ----------------------------------------------------------------------------------- engines
 
 
 @pytest.fixture
@@ -537,12 +513,8 @@ def test_engines_that_no_supervisor_takes_are_ended_with_all_that_was_made(tmp_p
 
 def test_an_engine_that_cannot_be_started_leaves_nothing_open(monkeypatch, tmp_path):
     ends = socket_pair()
-
-    def popen(*_, **__):
-        raise OSError("no memory")
-
     monkeypatch.setattr(engine_start, "socket_pair", lambda: ends)
-    monkeypatch.setattr(engine_start.subprocess, "Popen", popen)
+    monkeypatch.setattr(engine_start.subprocess, "Popen", Mock(side_effect=OSError("no memory")))
     with pytest.raises(OSError, match="no memory"):
         engine_start.start_engine(Config(devices="cpu", cache_dir=str(tmp_path)), 0)
     assert [end.fileno() for end in ends] == [-1, -1]

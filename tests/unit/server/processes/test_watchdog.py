@@ -21,13 +21,8 @@ class Watched:
         self.others_answer = True
         self.health = Readiness()
         self.health.set_device("cpu:0", True)
-        supervisor = SimpleNamespace(
-            starting_since=starting_since,
-            replace=self.replaced.add,
-            device=SimpleNamespace(label="cpu:0"),
-            ask_counters=lambda: None,
-            is_stopped=is_stopped,
-        )
+        supervisor = Mock(starting_since=starting_since, is_stopped=is_stopped)
+        supervisor.replace, supervisor.device.label = self.replaced.add, "cpu:0"
         config = Config(hang_seconds=30.0)
         others, load = lambda: self.others_answer, lambda: self.loads.append("probe")
         self.watchdog = EngineWatch(config, supervisor, None, self.health, others, load)
@@ -35,8 +30,7 @@ class Watched:
 
     def probe(self, outcome):
         """Probe once; the outcome is an answer or an error."""
-        ask = Mock(side_effect=[outcome])
-        self.watchdog._probe = SimpleNamespace(ask=ask)
+        self.watchdog._probe = Mock(**{"ask.side_effect": [outcome]})
         self.watchdog._ask()
 
 
@@ -172,21 +166,14 @@ class Watching(Watchdog):
 def test_an_error_in_one_look_ends_neither_the_others_nor_the_next_one(caplog):
     looks = []
     watchdog = Watching(looks, seconds=[0.1] * 3)
-
-    def fail(now, awake):
-        looks.append("failed")
-        raise OSError("whatever it is")
-
-    watchdog.engines[0].look = fail
+    watchdog.engines = [failing := Mock(**{"look.side_effect": OSError("whatever it is")})]
     watchdog.look_forever()
-    assert looks == ["failed", "chores"] * 2
+    assert looks == ["chores"] * failing.look.call_count == ["chores"] * 2
     assert "could not look after" in caplog.text
 
 
 @pytest.mark.parametrize(("hang_seconds", "seconds"), [(30.0, 7.0), (6.0, 0.7)])
-def test_a_main_process_that_was_stopped_counts_that_time_against_nobody(
-    monkeypatch, hang_seconds, seconds
-):
+def test_time_in_which_the_main_process_was_stopped_is_nobodys(monkeypatch, hang_seconds, seconds):
     looks = []
     watchdog = Watching(looks, hang_seconds, seconds=[0.1, seconds, 0.1, 0.1])
     monkeypatch.setattr("warpfit_server.processes.watchdog.time.monotonic", lambda: watchdog.clock)

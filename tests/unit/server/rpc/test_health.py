@@ -116,37 +116,25 @@ def test_a_client_that_does_not_read_delays_nobody(health, address, stub):
         heard.cancel()
 
 
-# ------------------------------------------------------------------------------------- certificates
-
-
-TENANTS = {"token_file": "tokens"}
+TENANTS, OPEN = {"token_file": "tokens"}, {"insecure": True}
 PUBLIC = {"metrics_port": "0.0.0.0:9464"}
-
-
 TLS = {"tls_cert": "a", "tls_key": "b"}
+EXPOSING = (
+    *(TENANTS | PUBLIC, TLS | {"tls_client_ca": "x"} | PUBLIC, TENANTS | PUBLIC | OPEN),
+    TENANTS | {"metrics_port": "[::]:9464"},
+)
 
 
 @pytest.mark.parametrize(
     ("settings", "reason", "consent"),
     [
-        *(
-            ({"host": host}, "INSECURE", consent)
-            for host in ("0.0.0.0", "::", "10.0.0.1", "example.org")
-            for consent in ({"insecure": True}, TLS)
-        ),
-        ({"tls_cert": "a", "insecure": True}, "INCOMPLETE_CERTIFICATE", {"tls_key": "b"}),
-        ({"tls_key": "b", "insecure": True}, "INCOMPLETE_CERTIFICATE", {"tls_cert": "a"}),
-        ({"tls_client_ca": "c", "insecure": True}, "INCOMPLETE_CERTIFICATE", TLS),
+        *(({"host": host}, "INSECURE", OPEN) for host in ("0.0.0.0", "10.0.0.1", "example.org")),
+        ({"host": "::"}, "INSECURE", TLS),
+        ({"tls_cert": "a"} | OPEN, "INCOMPLETE_CERTIFICATE", {"tls_key": "b"}),
+        ({"tls_key": "b"} | OPEN, "INCOMPLETE_CERTIFICATE", {"tls_cert": "a"}),
+        ({"tls_client_ca": "c"} | OPEN, "INCOMPLETE_CERTIFICATE", TLS),
         # Metrics name tenants.
-        *(
-            (settings, "TENANTS_EXPOSED", {"expose_tenants": True})
-            for settings in (
-                TENANTS | PUBLIC,
-                TLS | {"tls_client_ca": "x"} | PUBLIC,
-                TENANTS | PUBLIC | {"insecure": True},
-                TENANTS | {"metrics_port": "[::]:9464"},
-            )
-        ),
+        *((settings, "TENANTS_EXPOSED", {"expose_tenants": True}) for settings in EXPOSING),
     ],
 )
 def test_what_others_could_read_needs_tls_or_consent(settings, reason, consent, monkeypatch):
@@ -163,9 +151,6 @@ def test_metrics_and_health_listen_on_loopback_by_default():
     flags = ["--host", "0.0.0.0", "--insecure", "--metrics-port", "0", "--health-port=7"]
     config = Config.from_arguments(flags, {})
     assert (config.metrics_port, config.health_port) == ("127.0.0.1:0", "127.0.0.1:7")
-
-
-# -------------------------------------------------------------------------------- threads of a port
 
 
 def count(name):
@@ -203,10 +188,7 @@ def test_calls_wait_where_all_threads_are_busy_or_the_system_has_no_more(monkeyp
 
     few, go = CallThreads(2, "few"), threading.Event()
     first = few.submit(go.wait, 10)
-
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
+    refuse = Mock(side_effect=RuntimeError("can't start new thread"))
     monkeypatch.setattr(threading.Thread, "start", refuse)
     second = few.submit(abs, -2)
     go.set()

@@ -38,7 +38,7 @@ def make_dataset(rows: int, dtype: str = "float64", *, weights: bool = False) ->
     return Dataset.of(columns, y, rng.uniform(size=rows) if weights else None, dtype=dtype)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 15, 16, 17, 1023, 1024, 1025, 2047, 2048, 2049, 20011])
+@pytest.mark.parametrize("rows", [1, 7, 8, 15, 17, 1023, 1024, 2047, 2049, 20011])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_every_number_of_rows(evaluate, rows, dtype):
     data = make_dataset(rows, dtype)
@@ -54,9 +54,8 @@ def test_row_ranges_equal_slices(evaluate, bounds, wants_values):
     data = make_dataset(3000, "float32", weights=True)
     programs, parameters = thesis_mix(4, 3)
     full = evaluate(data, programs, parameters).values
-    part = evaluate(
-        data, programs, parameters, rows=(start, stop), values=wants_values, loss=Loss.MAE
-    )
+    options = {"rows": (start, stop), "values": wants_values, "loss": Loss.MAE}
+    part = evaluate(data, programs, parameters, **options)
     if wants_values:
         np.testing.assert_array_equal(part.values, full[:, :, start:stop])
     used = slice(start, stop)
@@ -227,9 +226,6 @@ def test_programs_without_tokens_are_found(engine, monkeypatch, empty, derivativ
     asked = Evaluation(data.content_id, batch, loss=Loss.MSE, gradient=derivatives)
     with pytest.raises(errors.ProgramError):
         run_to_end(engine.evaluate(asked, outputs_for(asked, data.layout)))
-
-
-# ------------------------------------------------------------------------ code that is loaded later
 
 
 DATA = Dataset.of(np.linspace(0.1, 3, 100)[:, None], np.ones(100), dtype="float64")

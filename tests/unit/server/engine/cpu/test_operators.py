@@ -36,9 +36,7 @@ def apply(name: str) -> Program:
     return Program.apply(name, *(Program.variable(k) for k in range(OPERATORS[name].arity)))
 
 
-def assert_bound(
-    bound: Bound, name: str, operands: np.ndarray, got: np.ndarray, exact=None
-) -> None:
+def assert_bound(bound: Bound, name: str, operands: np.ndarray, got: np.ndarray, exact=None):
     if exact is None:
         exact = hard_cases.exact_values(OPERATORS[name], operands)
     share = excess(bound, list(operands), got, exact)
@@ -50,9 +48,7 @@ def assert_bound(
 @pytest.mark.parametrize("name", OPERATORS)
 def test_published_bounds_hold_at_hard_operands(evaluate, name, dtype):
     op, bounds = OPERATORS[name], BOUNDS[name]
-    columns = np.concatenate(
-        [operands_of(op.arity, dtype), hard_cases.hard_operands(op, dtype)], axis=1
-    )
+    columns = np.hstack([operands_of(op.arity, dtype), hard_cases.hard_operands(op, dtype)])
     if name in hard_cases.SLOW:  # whose truth takes long
         columns = columns[:, ::60]
     if name in ("pdiv", "plog", "pinv"):

@@ -26,11 +26,7 @@ from warpfit_server.engine.cuda.interpreter.launches import (
 from warpfit_server.engine.cuda.jit import kernel_store
 from warpfit_server.engine.cuda.jit.tier import graph_source
 from warpfit_server.engine.cuda.runtime.device import DRIVER, argument_type
-from warpfit_server.engine.cuda.runtime.translation import (
-    UntranslatableError,
-    name_of,
-    translate,
-)
+from warpfit_server.engine.cuda.runtime.translation import UntranslatableError, name_of, translate
 from warpfit_server.engine.cuda.search import colony
 from warpfit_server.engine.cuda.search.colony import pairs_source
 from warpfit_server.engine.interface import Arithmetic
@@ -87,9 +83,6 @@ def assert_assembles(source, architecture, kernels):
     cubin = source.compile(architecture)
     assert cubin.startswith(b"\x7fELF")
     assert all(kernel.encode() in cubin for kernel in kernels)
-
-
-# ------------------------------------------------------------------------------------------ structs
 
 
 STRUCTS = [
@@ -149,9 +142,6 @@ def test_statistics_have_as_many_numbers_as_their_memory():
     assert np.dtype(np.float64).itemsize * derivatives.NODE_STATISTICS == 112
 
 
-# ------------------------------------------------------------------------------- Python as CUDA C++
-
-
 # Tests of genomes and of small fits compare the language of kernels with Python.
 
 
@@ -201,9 +191,6 @@ def _late(values: Floats) -> float:
 def test_what_it_does_not_know_is_named(function):
     with pytest.raises(UntranslatableError, match=rf"{function.__name__}, line \d"):
         translate([function])
-
-
-# ------------------------------------------------------------------------ functions that are loaded
 
 
 #: Prints the functions whose code is kept on disk and that no part of the CUDA engine has loaded.

@@ -170,9 +170,6 @@ def test_processes_without_an_environment_keep_code_with_the_rest(tmp_path):
     assert Path(ran.stdout).parent.parent == tmp_path
 
 
-# -------------------------------------------------------------------- callees of compiled functions
-
-
 def chain(decorate, root):
     """Return a function that calls others, some of them in two ways and with two types."""
 

@@ -155,9 +155,6 @@ def test_what_kernels_cannot_address_is_refused(alone):
         assert caught.value.reason == "PROGRAM_TOO_LONG"
 
 
-# ----------------------------------------------------------------------------------------- launches
-
-
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
     """No call compiles for other types than those that are loaded at the start."""
@@ -200,9 +197,6 @@ def test_jobs_are_cut_by_their_results_and_by_their_work(most_warp, count, most)
         assert len(found) == 1 + int(count)
     else:
         assert len(found) > (100 if most_warp == 0 else 1)
-
-
-# --------------------------------------------------------------------------------- parts of batches
 
 
 def test_kernels_for_programs_that_spill_are_loaded_by_another_thread(monkeypatch):

@@ -208,9 +208,6 @@ def test_programs_with_the_most_slots_fit():
     assert ends[-1] <= launches.max_slots(len(lowered.batch.codes), 7)
 
 
-# ----------------------------------------------------------------------------------------- launches
-
-
 FAST = Variant(Arithmetic.FAST, 16)
 LIMITS = launches.LaunchLimits(*[0] * 6, level_bytes=2048, max_warps=2, resident_warps=32 * 132)
 

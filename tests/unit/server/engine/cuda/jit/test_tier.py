@@ -26,11 +26,7 @@ from warpfit.ops import OPERATORS, VARIABLE, Operator
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Tier
 from warpfit_server.engine import autodiff as differentiating
-from warpfit_server.engine.autodiff import (
-    BY_PARAMETERS,
-    differentiate_chunk,
-    lower_batch,
-)
+from warpfit_server.engine.autodiff import BY_PARAMETERS, differentiate_chunk, lower_batch
 from warpfit_server.engine.cuda.engine import Decision, TierChooser, TierCost, WorkKind
 from warpfit_server.engine.cuda.jit import kernel_store, renderer, templates, tier
 from warpfit_server.engine.cuda.jit.kernel_store import (
@@ -127,9 +123,6 @@ def test_rows_are_cut_into_launches_of_one_graph(monkeypatch, values, span, laun
     assert graph.launched == launches
 
 
-# -------------------------------------------------------------------------------------------- plans
-
-
 @pytest.mark.parametrize("arithmetic", Arithmetic)
 def test_layouts_fit_a_multiprocessor(arithmetic):
     for names in (("add", "mul"), ("add", "exp")):
@@ -138,9 +131,6 @@ def test_layouts_fit_a_multiprocessor(arithmetic):
         assert layout.threads % 32 == 0
         assert layout.threads <= 1024
         assert layout.threads >= layout.group_size  # a thread stores at most one sum
-
-
-# ------------------------------------------------------------------------------------------- graphs
 
 
 def test_each_graph_is_lent_once_and_the_code_of_all_is_bounded():
@@ -256,9 +246,6 @@ class TestKernelStore:
         store.close()
         with pytest.raises(UnavailableError):
             waiting.result(0)
-
-
-# ----------------------------------------------------------------------------- the chooser of tiers
 
 
 FAST = WorkKind(Arithmetic.FAST)

@@ -161,9 +161,6 @@ class TestQueue:
         assert late() is None
 
 
-# ------------------------------------------------------------------------------------- the compiler
-
-
 @pytest.mark.parametrize("compile_source", [compiler.to_ptx, compiler.to_cubin])
 def test_a_program_that_does_not_compile_is_destroyed_and_its_log_is_told(
     monkeypatch, compile_source
@@ -206,9 +203,6 @@ $end:
     for label, operation in enumerate(("neg.f32", "abs.f32", "add.f32")):
         entry = text.split(f"$case_{label}:\n")[1].split("bra.uni ")[1].split(";")[0]
         assert text.split(f"{entry}:\n")[1].split()[0] == operation
-
-
-# --------------------------------------------------------------------------- a machine without CuPy
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,6 @@ def test_memory_is_what_was_said(weigher):
     assert own <= weigher.bytes_needed(96, 50) + 512 * len(weigher._memory)
 
 
-# ----------------------------------------------------------------------------- searches on the host
-
-
 @pytest.fixture(scope="module")
 def host():
     searches = HostSearches(1)
