@@ -353,7 +353,6 @@ def test_long_invariants(engine, leaning):
 
 @pytest.mark.parametrize("wish", ["gradient", "jacobian", "variable_gradient"])
 def test_derivatives_asked_for_alone(engine, wish):
-    """Each kind of derivative is what it is when all are asked for."""
     data = make_dataset(1200)
     given_programs, vectors = smooth_programs()
     batch = Batch.of(given_programs, vectors)

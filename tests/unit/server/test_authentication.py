@@ -16,7 +16,6 @@ from warpfit_server.tenants import Authenticator, TokenFile
 class TestTokens:
     @pytest.fixture(autouse=True)
     def settled(self, monkeypatch):
-        """Files count as complete at once, so that tests need not wait."""
         monkeypatch.setattr(config, "_SETTLE_SECONDS", 0.0)
 
     def _file(self, tmp_path, text):
@@ -24,7 +23,6 @@ class TestTokens:
 
     @staticmethod
     def look(tokens, token):
-        """Return the tenant of a token once the file has been looked at again."""
         tokens._tokens._next = 0.0
         return tokens.tenant(token)
 
@@ -138,8 +136,6 @@ class TestTokens:
 
 
 class Context:
-    """As much of a call's context as authentication looks at."""
-
     def __init__(self, peer="ipv4:127.0.0.1:5", names=None):
         self._peer, self._names = peer, names
 

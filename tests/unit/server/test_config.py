@@ -21,16 +21,6 @@ from warpfit.transport.connection import (
 )
 from warpfit_server import machine
 from warpfit_server.config import Config, parse_bytes
-from warpfit_server.machine import (
-    available_memory,
-    cannot_listen,
-    check_device_memory,
-    check_devices,
-    engine_devices,
-    reserve_port,
-    resolve_devices,
-    split_address,
-)
 
 
 def test_flags_win_over_variables_over_defaults():
@@ -78,9 +68,9 @@ def test_variables_of_clients_and_orchestrators_do_not_matter():
 
 @pytest.mark.parametrize("name", ["max_resident_bytes", "max_pending_bytes"])
 def test_limits_above_the_memory_are_refused(name):
-    Config(**{name: available_memory()}).check_memory()
+    Config(**{name: machine.available_memory()}).check_memory()
     with pytest.raises(InvalidArgumentError, match="GiB") as caught:
-        Config(**{name: available_memory() + 1}).check_memory()
+        Config(**{name: machine.available_memory() + 1}).check_memory()
     assert (caught.value.reason, caught.value.field) == ("OVER_MEMORY", name)
 
 
@@ -147,7 +137,7 @@ def test_one_front_end_for_each_core_but_one(monkeypatch, cores, front_ends):
     ],
 )
 def test_every_engine_has_a_label_of_its_own_and_a_share_of_its_gpu(text, labels, shares):
-    found = engine_devices(check_devices(text))
+    found = machine.engine_devices(machine.check_devices(text))
     assert [device.label for device in found] == labels
     assert [device.share for device in found] == pytest.approx(shares)
 
@@ -155,12 +145,10 @@ def test_every_engine_has_a_label_of_its_own_and_a_share_of_its_gpu(text, labels
 @pytest.mark.parametrize("text", ["", "cpu:0", "cpu:65", "-1", "0,", "cpu,0", "1000"])
 def test_what_names_no_devices_is_refused(text):
     with pytest.raises(ValueError, match="names no devices"):
-        check_devices(text)
+        machine.check_devices(text)
 
 
 def driver_of(*sizes):
-    """Return CUDA's driver with GPUs of these bytes."""
-
     def tell(place, value):
         place._obj.value = value
         return 0
@@ -179,10 +167,10 @@ def test_a_limit_above_the_memory_of_a_gpu_is_refused_with_the_amount(monkeypatc
     run = SimpleNamespace(returncode=0, stdout=text, stderr="")
     monkeypatch.setattr(machine, "find_spec", lambda name: True)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: run)
-    check_device_memory("0,1", 24 << 30)
-    check_device_memory("0,7", 80 << 30)  # the engine says that there is no GPU 7
+    machine.check_device_memory("0,1", 24 << 30)
+    machine.check_device_memory("0,7", 80 << 30)  # the engine says that there is no GPU 7
     with pytest.raises(InvalidArgumentError, match=r"25\.0 GiB, and cuda:1 has 24\.0") as refused:
-        check_device_memory("0,1", 25 << 30)
+        machine.check_device_memory("0,1", 25 << 30)
     assert (refused.value.reason, refused.value.field) == ("OVER_MEMORY", "device_memory")
 
 
@@ -191,9 +179,9 @@ def test_a_limit_above_the_memory_of_a_gpu_is_refused_with_the_amount(monkeypatc
 )
 def test_an_engine_sees_its_own_gpu_only(visible, seen):
     given = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    found = [device.environment(given) for device in engine_devices("2,0")]
+    found = [device.environment(given) for device in machine.engine_devices("2,0")]
     assert found == [{"CUDA_VISIBLE_DEVICES": name} for name in seen]
-    assert engine_devices("cpu")[0].environment(given) == {}
+    assert machine.engine_devices("cpu")[0].environment(given) == {}
 
 
 @pytest.mark.parametrize(
@@ -210,13 +198,13 @@ def test_auto_takes_all_gpus_and_else_the_cpu(monkeypatch, returned, meaning, to
     run = SimpleNamespace(returncode=status, stdout=output, stderr=errors)
     monkeypatch.setattr(machine, "find_spec", lambda name: returned)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: run)
-    assert resolve_devices("auto") == meaning
-    assert resolve_devices("1,2") == "1,2"
+    assert machine.resolve_devices("auto") == meaning
+    assert machine.resolve_devices("1,2") == "1,2"
     if told is None:
-        assert resolve_devices("all") == meaning
+        assert machine.resolve_devices("all") == meaning
     else:
         with pytest.raises(UnavailableError, match=told):
-            resolve_devices("all")
+            machine.resolve_devices("all")
 
 
 # ---------------------------------------------------------------------------------------- addresses
@@ -226,9 +214,11 @@ def test_a_port_of_another_program_or_for_root_only_is_named():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(UnavailableError, match="another program listens there") as caught:
-            reserve_port("127.0.0.1", port, "--port")
+            machine.reserve_port("127.0.0.1", port, "--port")
     assert caught.value.reason == "PORT_IN_USE"
-    error = cannot_listen("127.0.0.1", 80, "--port", OSError(errno.EACCES, "Permission denied"))
+    error = machine.cannot_listen(
+        "127.0.0.1", 80, "--port", OSError(errno.EACCES, "Permission denied")
+    )
     assert error.reason == "PORT_FORBIDDEN"
     assert "1024" in error.remedy
 
@@ -236,7 +226,7 @@ def test_a_port_of_another_program_or_for_root_only_is_named():
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid", "a" * 300])
 def test_a_host_that_is_not_this_machine_is_named_with_the_systems_words(host):
     with pytest.raises(UnavailableError) as caught:
-        reserve_port(host, 0, "--host")
+        machine.reserve_port(host, 0, "--host")
     assert caught.value.reason == "NO_SUCH_HOST"
     assert len(caught.value.message) > len(f"cannot listen on {host}:0: ")
 
@@ -252,8 +242,8 @@ def test_brackets_of_an_address_do_not_matter():
     flags = ["--host", "[::1]", "--health-port", "[::1]:7", "--metrics-port", "[::1]:0"]
     config = Config.from_arguments(flags, {})
     assert config.host == Config(host="::1").host
-    assert split_address(config.health_port) == ("::1", 7)
-    assert split_address(config.metrics_port) == ("::1", 0)
+    assert machine.split_address(config.health_port) == ("::1", 7)
+    assert machine.split_address(config.metrics_port) == ("::1", 0)
     config.check_exposure()
 
 

@@ -31,8 +31,6 @@ def key(dataset, tenant=ANONYMOUS):
 
 
 class Store(DatasetStore):
-    """A store with room for so many data sets."""
-
     def __init__(self, sets):
         self.table, self.removed = QuotaTable.create(1), []
         limits = Limits(resident_bytes=int(sets * SIZE))
@@ -40,7 +38,6 @@ class Store(DatasetStore):
 
     @contextmanager
     def use(self, key):
-        """Use a data set as a call does."""
         slot = self.find(key).slot
         self.table.use_dataset(slot, 1)
         try:

@@ -151,7 +151,6 @@ def test_the_next_server_removes_the_directory_of_one_that_was_killed(tmp_path, 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def hold(made):
-        """Be a server that has a directory, until somebody ends it."""
         directory = ServerDirectory()
         made.send(directory.path)
         made.recv()

@@ -16,13 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.servers.server import eventually
+from warpfit import errors
 from warpfit.dataset import Layout
-from warpfit.errors import (
-    CancelledError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-    ResourceExhaustedError,
-)
 from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import Evaluation, FitRequest, FitSettings, Loss
@@ -39,7 +34,6 @@ ONE = Amounts(calls=1)
 
 @pytest.fixture
 def pair():
-    """Two processes' access to one table."""
     first = QuotaTable.create(2)
     second = QuotaTable(os.dup(first.descriptor), 2, 1)
     yield first, second
@@ -155,8 +149,6 @@ class TestRates:
 
 @pytest.fixture
 def tenants(tmp_path):
-    """Make the limits that a tenants file with some text gives to several tenants."""
-
     def make(text, server=None):
         path = tmp_path / "tenants.toml"
         path.write_text(text)
@@ -173,7 +165,7 @@ def test_sections_narrow_the_default_which_narrows_the_server(tenants):
     a, other = book.limits("a"), book.limits("c")
     assert (a.rows, a.resident_bytes, a.rate, a.requests) == (20, 1 << 20, 3.5, 32)
     assert (other.rows, other.rate, other.requests) == (10, 3.5, 32)
-    with pytest.raises(PermissionDeniedError):
+    with pytest.raises(errors.PermissionDeniedError):
         book.limits("b")
     # A single tenant may use the whole server.
     assert TenantLimits(Limits(), None, shared=False).limits(ANONYMOUS) == Limits()
@@ -199,7 +191,7 @@ def test_the_file_narrows_what_the_server_bounds_and_sets_the_rest(tenants, name
     ],
 )
 def test_wrong_files_are_refused(tenants, text):
-    with pytest.raises(InvalidArgumentError) as caught:
+    with pytest.raises(errors.InvalidArgumentError) as caught:
         tenants(text)
     assert caught.value.reason == "BAD_TENANTS_FILE"
 
@@ -281,7 +273,7 @@ def test_a_tenant_that_has_used_more_than_its_share_rests_while_another_one_call
     assert min(seconds("greedy") for _ in range(3)) < 0.1, "it is alone"
     assert min(seconds("modest") for _ in range(3)) < 0.1
     assert seconds("greedy") > 0.1
-    with pytest.raises(CancelledError):
+    with pytest.raises(errors.CancelledError):
         shared.acquire("greedy", _end)
     assert (shared._inside, shared._waiting) == ({}, {})
     time.sleep(module._CALLING_SECONDS)
@@ -312,7 +304,7 @@ def test_what_a_tenant_has_used_is_forgiven_in_time():
 
 
 def _end():
-    raise CancelledError("the call has ended", "CANCELLED")
+    raise errors.CancelledError("the call has ended", "CANCELLED")
 
 
 # ---------------------------------------------------------------------------------------- admission
@@ -343,7 +335,7 @@ def count(take, admission, tenant):
     for number in range(1000):
         try:
             take(admission, tenant)
-        except ResourceExhaustedError:
+        except errors.ResourceExhaustedError:
             return number
     raise AssertionError("nothing is refused")
 
@@ -352,7 +344,7 @@ class TestPlaces:
     def test_a_call_without_a_place_is_refused_until_another_leaves(self):
         admission = make_admission(max_requests=1)
         enter(admission, "a")
-        with pytest.raises(ResourceExhaustedError) as caught:
+        with pytest.raises(errors.ResourceExhaustedError) as caught:
             enter(admission, "b")
         assert caught.value.reason == "TOO_MANY_REQUESTS"
         assert caught.value.retry_after > 0
@@ -381,13 +373,13 @@ class TestPlaces:
         admission = make_admission(max_pending_bytes=12 << 20)
         for _ in range(3):
             admission.await_message("a")
-        with pytest.raises(ResourceExhaustedError) as caught:
+        with pytest.raises(errors.ResourceExhaustedError) as caught:
             admission.await_message("b")
         assert (caught.value.reason, caught.value.retry_after > 0) == ("QUEUE_FULL", True)
         assert "--max-pending-bytes" in caught.value.remedy
         admission.enter("a", admission.limits("a"), 100, admission.message_bytes)
         assert admission.quotas.in_flight("a") == Amounts(1, (8 << 20) + 100, 0)
-        with pytest.raises(ResourceExhaustedError):
+        with pytest.raises(errors.ResourceExhaustedError):
             admission.await_message("b")
         admission.leave("a", 1, 100)
         admission.await_message("b")
@@ -396,7 +388,7 @@ class TestPlaces:
         admission = make_admission(max_requests=7)
         for _ in range(7):
             enter(admission, "a")
-        with pytest.raises(ResourceExhaustedError) as caught:
+        with pytest.raises(errors.ResourceExhaustedError) as caught:
             admission.enter("b", replace(admission.limits("b"), requests=8), 1, 0)
         assert caught.value.needed == 1
         assert str(caught.value).count("7") == 1, "the limit alone"
@@ -404,7 +396,7 @@ class TestPlaces:
         count(enter, shared, "a")
         for _ in range(16):
             enter(shared, "b")
-        with pytest.raises(ResourceExhaustedError, match="the limit of the server is 64"):
+        with pytest.raises(errors.ResourceExhaustedError, match="the limit of the server is 64"):
             enter(shared, "b")
 
     def test_refused_calls_retry_at_different_moments(self):
@@ -415,7 +407,7 @@ class TestPlaces:
                 held.enter_context(reserve(admission, rows=10**8))  # 0.03 s each
             moments = []
             for _ in range(8):
-                with pytest.raises(ResourceExhaustedError) as caught:
+                with pytest.raises(errors.ResourceExhaustedError) as caught:
                     enter(admission, "b")
                 moments.append(caught.value.retry_after)
         assert np.diff(sorted(moments)).min() > 0.02
@@ -429,7 +421,7 @@ class TestQueue:
             for _ in range(2):  # each takes hours, and counts as half of the queue
                 held.enter_context(reserve(admission, rows=10**14))
             assert admission.quotas.in_flight("a").engine_ns == 10**9
-            with pytest.raises(ResourceExhaustedError, match="of this tenant"):
+            with pytest.raises(errors.ResourceExhaustedError, match="of this tenant"):
                 held.enter_context(reserve(admission, rows=10**6))
             for _ in range(2):
                 held.enter_context(reserve(admission, rows=10**14, tenant="b"))
@@ -439,13 +431,13 @@ class TestQueue:
         admission = make_admission(shared=shared, max_pending_bytes=100)
         if shared:
             with (
-                pytest.raises(ResourceExhaustedError) as caught,
+                pytest.raises(errors.ResourceExhaustedError) as caught,
                 admission.reserved("a", 70, message=6),
             ):
                 pass
             assert (caught.value.reason, caught.value.retry_after) == ("RESULT_TOO_LARGE", None)
             assert (caught.value.needed, caught.value.available) == (76, 50)
-        too_many = pytest.raises(ResourceExhaustedError, match="too many")
+        too_many = pytest.raises(errors.ResourceExhaustedError, match="too many")
         with (
             admission.reserved("a", 45 if shared else 200, message=5),
             nullcontext() if shared else too_many,

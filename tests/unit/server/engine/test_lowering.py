@@ -14,15 +14,7 @@ from warpfit.losses import DIFFERENCE
 from warpfit.ops import OPERATORS
 from warpfit.parse import parse
 from warpfit_server import shared_batch
-from warpfit_server.engine import lowering
-from warpfit_server.engine.autodiff import (
-    BY_PARAMETERS,
-    BY_VARIABLES,
-    LOSS,
-    LOSS_DERIVATIVE,
-    differentiate_chunk,
-    row_loss_tokens,
-)
+from warpfit_server.engine import autodiff, lowering
 from warpfit_server.engine.cpu.derivatives import differentiation_work
 from warpfit_server.engine.cpu.interpreter import lowering_work
 from warpfit_server.engine.interface import run_to_end
@@ -36,15 +28,17 @@ X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
 @pytest.fixture(scope="module")
 def lower():
     """Lower a batch, with derivatives or without, on so many threads."""
-    for function in (lower_chunk, differentiate_chunk):
+    for function in (lower_chunk, autodiff.differentiate_chunk):
         load_chunk_function(function)
-    row_loss = row_loss_tokens(DIFFERENCE, 10, weighted=False)
-    requested = BY_PARAMETERS | BY_VARIABLES | LOSS | LOSS_DERIVATIVE
+    row_loss = autodiff.row_loss_tokens(DIFFERENCE, 10, weighted=False)
+    requested = (
+        autodiff.BY_PARAMETERS | autodiff.BY_VARIABLES | autodiff.LOSS | autodiff.LOSS_DERIVATIVE
+    )
 
     def run(batch: Batch, *, differentiated: bool = False, threads: int = 1) -> Lowered:
         flag = np.zeros(1, np.uint8)
         if differentiated:
-            given = (address_of(differentiate_chunk), batch, row_loss, requested, flag)
+            given = (address_of(autodiff.differentiate_chunk), batch, row_loss, requested, flag)
             work, lowered = differentiation_work(*given)
         else:
             work, lowered = lowering_work(address_of(lower_chunk), batch, flag)
@@ -74,7 +68,6 @@ def test_the_operand_that_needs_more_slots_is_computed_first(lower):
 
 
 def part_of(found: Lowered, program: int, *, differentiated: bool) -> list[object]:
-    """Return what was made of one program, wherever it lies."""
     header = found.headers[program]
     ranges = [(found.loads, "first_load", "loads")]
     names = ["invariants", "slots", "loads"]
@@ -118,8 +111,6 @@ def content(batch):
 
 
 class Cache(LoweringCache):
-    """A cache, and the batches of which something was made."""
-
     def __init__(self):
         super().__init__()
         self.made = []

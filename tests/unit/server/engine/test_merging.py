@@ -26,8 +26,6 @@ BATCH = Batch.of(*thesis_mix(1, 400, variables=12))
 
 
 class FakeEngine:
-    """An engine that has loaded a data set."""
-
     step_size = 1 << 40
 
     def __init__(self):
@@ -48,7 +46,6 @@ def engine():
 
 @pytest.fixture
 def plan(engine):
-    """Return a function that makes a request for some programs, and plans its merging."""
     merger = Merger(engine)
 
     def plan(batch=BATCH, *, alone=0.0, **options):
@@ -64,7 +61,6 @@ def plan(engine):
 
 @pytest.fixture
 def key(plan):
-    """Return a function that tells the key of a request for some programs."""
     return lambda *given, **options: plan(*given, **options).merge_key
 
 

@@ -44,7 +44,6 @@ class Simulation:
         self.scheduler = Scheduler(self.merged_size)
 
     def run(self, calls, until):
-        """Run calls that arrive in time."""
         waiting = sorted(calls, key=lambda c: c.arrived)
         running = []
         while self.now < until:

@@ -45,7 +45,6 @@ def run_with_pauses(steps):
 
 
 def assert_counts_no_pause(steps):
-    """The time of steps is what admission learns from."""
     began = time.perf_counter()
     result, paused = run_with_pauses(steps)
     assert paused > 3 * PAUSE
@@ -151,7 +150,6 @@ PROGRAMS, STARTS = thesis_mix(3, 12, variables=4)
 
 @pytest.fixture
 def request_of(engine):
-    """Return a function that makes requests on the engine."""
     engine.load(FEW_ROWS)
     return lambda *given: EngineRequest(engine, FEW_ROWS, *given)
 
@@ -209,7 +207,6 @@ def test_no_part_is_large():
     layout = Dataset.of(np.ones((1, 20_000), "f4"), np.ones(1)).layout
 
     def largest(count, vectors, text, **options):
-        """Return the most cells of a part."""
         batch = Batch.of([parse(text)] * count, [np.empty((vectors, 0))] * count)
         evaluation = Evaluation(b"", batch, loss=Loss.MSE, values=False, **options)
         cells = np.arange(count * vectors).reshape(count, vectors)

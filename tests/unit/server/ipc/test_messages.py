@@ -134,7 +134,6 @@ def files() -> int:
 
 @contextmanager
 def few_files(count: int):
-    """Let this process open so many more files."""
     gc.collect()  # what earlier tests have left would close files meanwhile
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())

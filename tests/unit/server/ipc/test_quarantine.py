@@ -12,24 +12,16 @@ from warpfit.errors import FailedPreconditionError
 from warpfit.losses import huber
 from warpfit.request import Loss
 from warpfit.searching import Form, SearchRequest
-from warpfit_server.ipc.quarantine import (
-    ClearedSuspect,
-    InterruptedBatch,
-    Quarantine,
-    digest,
-    search_digest,
-)
+from warpfit_server.ipc import quarantine
 from warpfit_server.ipc.segments import ALONE, BEGUN, PROVEN
 
 D, E = b"data set", b"another one"
 
 
 class Engines:
-    """Engines that die one after the other, and their quarantine."""
-
     def __init__(self):
         self.now = 0.0
-        self.quarantine = Quarantine(lambda: self.now)
+        self.quarantine = quarantine.Quarantine(lambda: self.now)
         self.number = 0
 
     def die(self, *batches, alone=(), proven=(), blamed=True, loading=None, dataset=D):
@@ -40,7 +32,7 @@ class Engines:
         self.number += 1
         for batch in batches:
             state = ALONE if batch in alone else PROVEN if batch in proven else BEGUN
-            self.quarantine.report(InterruptedBatch(self.number, dataset, batch, state))
+            self.quarantine.report(quarantine.InterruptedBatch(self.number, dataset, batch, state))
         if blamed:
             self.quarantine.engine_died(self.number, loading)
 
@@ -79,7 +71,7 @@ class TestQuarantine:
         engines.die(b"culprit", b"innocent", alone=[b"culprit"])
         assert engines.refuses(b"culprit") == "BATCH_QUARANTINED"
         assert engines.refuses(b"innocent") is None
-        engines.quarantine.report(ClearedSuspect(D, b"innocent"))
+        engines.quarantine.report(quarantine.ClearedSuspect(D, b"innocent"))
         assert engines.seconds(b"innocent") == 0.0
 
     def test_a_slow_batch_that_engines_died_of_beside_others_is_refused(self, engines):
@@ -103,7 +95,7 @@ class TestQuarantine:
             beside = [] if suspect else data.draw(st.lists(st.sampled_from(innocents)))
             engines.number += 1
             reports = [
-                InterruptedBatch(engines.number, D, batch, ALONE if suspect else BEGUN)
+                quarantine.InterruptedBatch(engines.number, D, batch, ALONE if suspect else BEGUN)
                 for batch in data.draw(st.permutations([name, *beside]))
             ]
             early = data.draw(st.integers(0, len(reports)))
@@ -115,7 +107,7 @@ class TestQuarantine:
             for innocent in {*beside}:  # their clients repeat them, and they end
                 if engines.refuses(innocent, D) != "DATASET_QUARANTINED":
                     assert engines.seconds(innocent, D) == 2.0
-                    engines.quarantine.report(ClearedSuspect(D, innocent))
+                    engines.quarantine.report(quarantine.ClearedSuspect(D, innocent))
         assert max(crashes) <= 2
         assert not any(engines.refuses(innocent) for innocent in innocents)
 
@@ -163,7 +155,7 @@ class TestQuarantine:
         engines.die(b"culprit", alone=[b"culprit"])
         engines.quarantine.expire()
         assert [known.version for known in published] == [1, 2]
-        other = Quarantine().suspects
+        other = quarantine.Quarantine().suspects
         for known in reversed(published):
             other.update(known)
         with pytest.raises(FailedPreconditionError, match="died of this batch"):
@@ -179,16 +171,18 @@ def test_the_digest_covers_the_whole_request():
         {"batch": replace(batch, parameters=batch.parameters + 1)},
         {"batch": replace(batch, values=batch.values + 1)},
     ]
-    names = {digest(replace(asked, **change)) for change in changes}
-    names |= {digest(asked, {name: np.zeros(3)}) for name in ("lower", "upper")}
+    names = {quarantine.digest(replace(asked, **change)) for change in changes}
+    names |= {quarantine.digest(asked, {name: np.zeros(3)}) for name in ("lower", "upper")}
     assert len(names) == len(changes) + 2
-    assert digest(asked) == digest(an_evaluation(loss=Loss.MSE))
+    assert quarantine.digest(asked) == quarantine.digest(an_evaluation(loss=Loss.MSE))
 
 
 def test_a_search_that_goes_on_has_the_digest_that_it_had():
     search = SearchRequest(D, max_seconds=10.0)
     guesses = an_evaluation().batch
     later = replace(search, guesses=guesses, max_seconds=3.0, seed=1, max_generations=7)
-    assert search_digest(later) == search_digest(search)
+    assert quarantine.search_digest(later) == quarantine.search_digest(search)
     for change in ({"dataset_id": E}, {"form": Form.PLAIN}, {"operators": {"add": 1.0}}):
-        assert search_digest(replace(search, **change)) != search_digest(search)
+        assert quarantine.search_digest(replace(search, **change)) != quarantine.search_digest(
+            search
+        )

@@ -261,7 +261,6 @@ def told(losses: dict[int, float], formulas: int, reason=None):
 
 
 def last_of(search):
-    """Return the progress with which a search ends."""
     while (last := search.next_reply().progress).reason is None:
         pass
     return last

@@ -21,15 +21,8 @@ import pytest
 
 from support.servers.examples import DATA
 from support.servers.server import eventually
-from warpfit import codec
+from warpfit import codec, errors
 from warpfit.dataset import Dataset
-from warpfit.errors import (
-    DatasetNotFoundError,
-    InternalError,
-    InvalidArgumentError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
 from warpfit.server_info import Device, Limits
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.config import Config
@@ -51,7 +44,7 @@ from warpfit_server.processes.watchdog import Watchdog
 from warpfit_server.tenants import QuotaTable
 
 CONFIG = Config(devices="cpu:2", front_ends=2, hang_seconds=30.0)
-FULL = ResourceExhaustedError("no room", "MEMORY")
+FULL = errors.ResourceExhaustedError("no room", "MEMORY")
 
 
 @pytest.fixture
@@ -99,8 +92,6 @@ def ask(front_ends, front_end, function, *arguments, descriptor=None):
 
 
 class Sleeper(Supervisor):
-    """Processes that say that they are ready, and sleep."""
-
     CODE = "import sys, time; time.sleep(float(sys.argv[1]))"
 
     def __init__(self, seconds, stop_seconds=5.0):
@@ -213,7 +204,7 @@ def test_a_front_end_that_does_not_start_is_replaced_and_not_waited_for(
     front_end.state, front_end.since = State.STARTING, time.monotonic()
     watchdog.look_at_front_ends(time.monotonic())
     assert not front_end.killed
-    with pytest.raises(UnavailableError, match="did not start"):
+    with pytest.raises(errors.UnavailableError, match="did not start"):
         front_ends.open(lambda: False)
     front_end.since -= 0.4
     watchdog.look_at_front_ends(time.monotonic())
@@ -224,7 +215,7 @@ def test_a_front_end_that_cannot_serve_says_why(front_ends, front_end):
     front_end.handle(None, messages.FrontEndFailed(FULL), None)
     for supervisor in front_ends.supervisors:
         supervisor.settled.set()
-    with pytest.raises(ResourceExhaustedError, match="no room"):
+    with pytest.raises(errors.ResourceExhaustedError, match="no room"):
         front_ends.open(lambda: False)
     front_end.ready(front_end.channel)
     assert front_ends.failure is None
@@ -271,11 +262,9 @@ def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch, caplog, er
 class TestQuestions:
     @pytest.fixture
     def begun(self, front_ends, front_end):
-        """The number of an upload that has begun."""
         return ask(front_ends, front_end, "begin", DATA.layout, b"", "tenant", 1 << 30)
 
     def upload(self, front_ends, front_end, dataset):
-        """Upload a data set over questions, as a front end does."""
         layout = replace(dataset.layout, names=())
         own = layout, codec.encode_names(dataset.layout.names), "tenant", 1 << 30
         number = ask(front_ends, front_end, "begin", *own)
@@ -316,10 +305,10 @@ class TestQuestions:
         self, front_ends, front_end, begun
     ):
         commit = "commit", begun, b"id", DATA.layout, 0
-        with pytest.raises(ResourceExhaustedError, match="open no more files"):
+        with pytest.raises(errors.ResourceExhaustedError, match="open no more files"):
             ask(front_ends, front_end, *commit)
         empty = os.memfd_create("empty")  # it cannot be mapped
-        with pytest.raises(InternalError):
+        with pytest.raises(errors.InternalError):
             ask(front_ends, front_end, *commit, descriptor=empty)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(empty)
@@ -328,18 +317,18 @@ class TestQuestions:
     def test_an_answer_that_cannot_be_sent_becomes_an_error(self, front_ends, front_end):
         def send(message, descriptor=None):
             if message.error is None:
-                raise InternalError("a message is too long", "MESSAGE_TOO_LONG")
+                raise errors.InternalError("a message is too long", "MESSAGE_TOO_LONG")
             front_end.told.append(message)
 
         front_end.channel = SimpleNamespace(send=send)
-        with pytest.raises(InternalError, match="answer was not sent"):
+        with pytest.raises(errors.InternalError, match="answer was not sent"):
             ask(front_ends, front_end, "describe", "tenant")
 
     def test_errors_are_answers(self, front_ends, front_end):
         for question in (("find",), ("give_back",), ("remove",), ("load", 0)):
-            with pytest.raises(DatasetNotFoundError):
+            with pytest.raises(errors.DatasetNotFoundError):
                 ask(front_ends, front_end, *question, b"no such key")
-        with pytest.raises(InternalError, match="main process"):
+        with pytest.raises(errors.InternalError, match="main process"):
             ask(front_ends, front_end, "no such function")
 
 
@@ -353,15 +342,13 @@ def test_a_question_that_was_not_sent_is_not_waited_for():
         threading.Timer(0.01, main.answered, [messages.Answer(question.number, None)]).start()
 
     main = MainProcess(SimpleNamespace(send=send))
-    with pytest.raises(ResourceExhaustedError):
+    with pytest.raises(errors.ResourceExhaustedError):
         main.give_back(b"data")
     main.give_back(b"data")
     assert not main._asked
 
 
 class Known:
-    """A registry, and the main process's answers that the test gives."""
-
     def __init__(self, engines=()):
         self.asked, self.loads = [], []
         self.found = messages.FoundDataset(b"data", b"id", DATA.layout, 3, engines)
@@ -371,7 +358,7 @@ class Known:
     def _find(self, key):
         self.asked.append(key)
         if self.found is None:
-            raise DatasetNotFoundError
+            raise errors.DatasetNotFoundError
         return self.found
 
     def _load(self, engine, key):
@@ -395,7 +382,7 @@ def test_a_data_set_is_asked_for_once_until_it_is_withdrawn_and_in_use_inside_th
         assert (data.slot, data.engines) == (4, frozenset())
     known.registry.forget(b"data")
     known.found = None
-    with pytest.raises(DatasetNotFoundError), known.registry.use(b"data"):
+    with pytest.raises(errors.DatasetNotFoundError), known.registry.use(b"data"):
         pass
 
 
@@ -437,7 +424,9 @@ def test_an_engine_serves_when_it_has_its_data_sets_and_no_more_once_it_is_lost(
 
     def resident():
         seen.append(engine.starting_since)
-        with pytest.raises(UnavailableError):  # front ends that have lost it ask again and again
+        with pytest.raises(
+            errors.UnavailableError
+        ):  # front ends that have lost it ask again and again
             engine.connect()
         yield from ()
 
@@ -523,7 +512,7 @@ def test_an_engine_that_cannot_be_started_leaves_nothing_open(monkeypatch, tmp_p
 def test_settings_are_checked_before_an_engine_starts(monkeypatch, tmp_path):
     monkeypatch.setattr(engine_start, "start_engine", lambda *_: pytest.fail("it was started"))
     config = Config(devices="cpu", device_memory=1 << 30, cache_dir=str(tmp_path))
-    with pytest.raises(InvalidArgumentError, match="--device-memory"), prepare(config):
+    with pytest.raises(errors.InvalidArgumentError, match="--device-memory"), prepare(config):
         pass
 
 

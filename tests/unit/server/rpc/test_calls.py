@@ -62,18 +62,15 @@ class FrontEnd:
         assert outcome(self.call(*messages, **options))[0] == "OK"
 
     def refused(self, *messages, **options):
-        """Call, and be told what is exhausted."""
         call = self.call(*messages, **options)
         assert outcome(call)[0] == "RESOURCE_EXHAUSTED"
         return detail_of(call)
 
     def ended(self):
-        """Return method, status and tenant of the calls that were counted."""
         counts = self.recorder.totals().counts
         return {labels: n for (name, labels), n in counts.items() if name == "requests"}
 
     def await_counts(self, *amounts):
-        """Wait until these amounts are in flight, and no others."""
         eventually(lambda: self.quotas.in_flight() == Amounts(*amounts))
 
     def await_end(self, status, count=1, name="Evaluate"):
@@ -88,7 +85,6 @@ class FrontEnd:
 
 @pytest.fixture
 def start():
-    """Start front ends."""
     made = []
 
     def start(*arguments, **settings):
@@ -205,7 +201,6 @@ class TestSilentCalls:
 
     @staticmethod
     def begin(front_end, *tokens):
-        """Begin silent calls of these tenants, one after the other."""
         silent = []
         for token in tokens:
             silent.append(front_end.call(silent=True, token=token))

@@ -18,13 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.servers.health import check
 from support.servers.network import RawConnection
 from support.servers.server import eventually
+from warpfit import errors
 from warpfit.codec import ERROR_METADATA_KEY
-from warpfit.errors import (
-    CancelledError,
-    InvalidArgumentError,
-    ProgramError,
-    ResourceExhaustedError,
-)
 from warpfit_server.config import Config
 from warpfit_server.machine import reserve_port
 from warpfit_server.rpc import servicer
@@ -139,7 +134,7 @@ EXPOSING = (
 )
 def test_what_others_could_read_needs_tls_or_consent(settings, reason, consent, monkeypatch):
     monkeypatch.setattr("socket.getaddrinfo", lambda *_: [])  # no machine need know the name
-    with pytest.raises(InvalidArgumentError) as caught:
+    with pytest.raises(errors.InvalidArgumentError) as caught:
         Config(**settings).check_exposure()
     assert caught.value.reason == reason
     if reason == "TENANTS_EXPOSED":
@@ -201,7 +196,6 @@ def test_calls_wait_where_all_threads_are_busy_or_the_system_has_no_more(monkeyp
 
 
 def sent_status(error):
-    """Return the status that a failed call is sent, serialized."""
     context = Mock()
     context.code.return_value = None
     fail_call(context, error, (("x-request-id", "1"),))
@@ -223,7 +217,7 @@ def unpack(error, kind):
 
 
 def test_a_wrong_token_is_a_field_violation_with_its_place():
-    error = ProgramError("what", "STACK_UNDERFLOW", "mend", "programs", 3, 4)
+    error = errors.ProgramError("what", "STACK_UNDERFLOW", "mend", "programs", 3, 4)
     violation = unpack(error, error_details_pb2.BadRequest).field_violations[0]
     assert (violation.field, violation.description) == ("programs[3].tokens[4]", "what")
     info = unpack(error, error_details_pb2.ErrorInfo)
@@ -232,7 +226,9 @@ def test_a_wrong_token_is_a_field_violation_with_its_place():
 
 
 def test_an_exceeded_limit_is_a_quota_failure_with_a_retry_delay():
-    error = ResourceExhaustedError("what", "QUEUE_FULL", needed=5, available=3, retry_after=1.5)
+    error = errors.ResourceExhaustedError(
+        "what", "QUEUE_FULL", needed=5, available=3, retry_after=1.5
+    )
     delay = unpack(error, error_details_pb2.RetryInfo).retry_delay
     assert delay.ToNanoseconds() == 1_500_000_000
     assert unpack(error, error_details_pb2.QuotaFailure).violations[0].subject == "QUEUE_FULL"
@@ -243,7 +239,7 @@ def test_an_exceeded_limit_is_a_quota_failure_with_a_retry_delay():
 @pytest.mark.parametrize("character", ["x", "\u20ac", "\n"])
 def test_an_error_that_quotes_much_fits_the_metadata_of_a_call(character):
     much = character * 100_000
-    error = InvalidArgumentError(much, much, much, much, 1 << 70, 1 << 70, 1 << 70, 1 << 70)
+    error = errors.InvalidArgumentError(much, much, much, much, 1 << 70, 1 << 70, 1 << 70, 1 << 70)
     printable = "".join(chr(c) for c in range(32, 127) if chr(c) != "%")
     message = quote(str(error), safe=printable)  # as gRPC encodes the message of a status
     encoded = 4 * -(-len(sent_status(error)) // 3)
@@ -256,5 +252,5 @@ def test_a_call_whose_deadline_has_passed_is_not_called_cancelled(remaining, sta
     context = Mock()
     context.code.return_value = None
     context.time_remaining.return_value = remaining
-    fail_call(context, CancelledError("the call has ended", "CANCELLED"), ())
+    fail_call(context, errors.CancelledError("the call has ended", "CANCELLED"), ())
     context.set_code.assert_called_once_with(grpc.StatusCode[status])

@@ -104,7 +104,6 @@ def test_neither_threads_nor_other_evaluations_change_anything(evaluate, monkeyp
 
 @pytest.mark.parametrize("derivatives", [False, True])
 def test_programs_that_are_kept_lowered_are_checked_for_each_data_set(engine, derivatives):
-    """Programs that were valid for one data set may not be for another one."""
     wide, narrow = make_dataset(100), Dataset.of(np.ones((100, 1)), np.ones(100))
     batch = Batch.of([Program.apply("mul", X2, P1)], [[2.0]])
     engine.load(narrow)

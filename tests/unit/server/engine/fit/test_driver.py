@@ -303,7 +303,6 @@ def loaded():
 
 
 def linear(*drawn):
-    """Return the marks of each program's parameters."""
     batch = Batch.of(drawn, [np.zeros(program.parameters) for program in drawn])
     starts = batch.parameter_starts
     marks, nodes = np.ones(int(starts[-1])), np.empty((int(batch.lengths.max()), COLUMNS), np.int64)
@@ -367,8 +366,6 @@ def test_a_fit_with_a_deadline_can_be_cancelled():
 
 
 class StuckEngine(NumpyEngine):
-    """Hangs after some passes until it is cancelled."""
-
     def __init__(self, dataset, passes):
         super().__init__(dataset)
         self.left = passes

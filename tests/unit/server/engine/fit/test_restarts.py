@@ -113,7 +113,6 @@ def test_a_seed_gives_the_same_bits_in_every_batch(method):
 @example(0, 4.0, 0)
 @example(-1, 1.0, 0)
 def test_a_box_of_phases_may_be_any_turn(turns, phase, seed):
-    """Searches are the same ones, however many turns away the box of the phase is."""
     z = np.linspace(0.0, 10.0, 80)
     data = Dataset.of(z[:, None], 2.0 * np.sin(1.7 * z + phase), dtype="float64")
     found = []
@@ -201,7 +200,6 @@ def test_an_infinite_derivative_at_the_start_is_stepped_over(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_without_a_value_count_as_the_mean(method):
-    """Of sqrt(x - 1) a tenth of the rows has no value."""
     y = np.where(x > 1.0, 2.0 * np.sqrt(np.maximum(x - 1.0, 0.0)), 0.5)
     data = Dataset.of(x[:, None], y, dtype="float64")
     text, start = "p1*sqrt(x1 - 1)", [1.0]

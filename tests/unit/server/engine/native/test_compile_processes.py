@@ -106,7 +106,6 @@ def add_one(number):
 
 
 def compiled(function=add_one):
-    """Load the code of a function that takes and returns an integer."""
     made = njit()(function)
     load(made, types.int64(types.int64))
     return made
@@ -114,7 +113,6 @@ def compiled(function=add_one):
 
 @pytest.fixture(autouse=True)
 def place(monkeypatch, tmp_path):
-    """The directory where Numba keeps code."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "numba"))
     return tmp_path / "numba"
 
@@ -201,7 +199,6 @@ def chain(decorate, root):
 
 
 def loaded(decorate):
-    """Return a function and one of its callees, loaded as the engine loads its functions."""
     combine, norm = chain(decorate, njit(error_model="numpy"))
     load(combine, SIGNATURE)
     return combine, norm

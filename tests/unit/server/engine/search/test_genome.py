@@ -40,17 +40,9 @@ from warpfit.searching import (
     Template,
     Units,
 )
+from warpfit_server.engine.search import genome
 from warpfit_server.engine.search.colony import Genomes
 from warpfit_server.engine.search.composition import Composer
-from warpfit_server.engine.search.genome import (
-    ANY_OPERATOR,
-    MOST_TOKENS,
-    NESTINGS,
-    WIDTH,
-    new_grammar,
-    new_units,
-    part_lengths,
-)
 
 COLUMNS = (0, 2, 5)
 #: Operators whose results are exact, and those of whose simplification there are rules.
@@ -65,15 +57,13 @@ class OwnGenes(Genes):
     def tables(self, request):
         """Return the grammar and the units of a request, which many formulas have in turn."""
         if self.asked is not request:
-            self.asked, self.made = request, (grammar_of(request), new_units(request, 6))
+            self.asked, self.made = request, (grammar_of(request), genome.new_units(request, 6))
         return self.made
 
     def keeps(self, request, tree):
-        """Return whether a formula keeps to the rules and units of a request."""
         return self.is_allowed(*self.tables(request), [tree])
 
     def simplified(self, request, tree):
-        """Return a formula as it is simplified, or None."""
         found = self.simplify(self.tables(request)[0], [tree])
         return found[0] if found else None
 
@@ -89,13 +79,12 @@ def genes(request, both):
 
 
 def asked(operators=EXACT, form=Form.PLAIN, units=None, **rules) -> SearchRequest:
-    """Return a request of any budget."""
     given = {"operators": dict.fromkeys(operators, 1.0), "form": form, "units": units}
     return SearchRequest(b"", rules=Rules(**rules), max_generations=1, **given)
 
 
 def grammar_of(request: SearchRequest, functions: int = 1):
-    return new_grammar(request, [COLUMNS] * functions)
+    return genome.new_grammar(request, [COLUMNS] * functions)
 
 
 def of(name: str, *operands: Tree) -> Tree:
@@ -103,7 +92,6 @@ def of(name: str, *operands: Tree) -> Tree:
 
 
 def close(found: Tree | None, expected: Tree | None) -> bool:
-    """Return whether formulas are the same but for the last digits of constants."""
     if found is None or expected is None:
         return found is expected
     codes, values = flat([found])
@@ -118,7 +106,7 @@ def close(found: Tree | None, expected: Tree | None) -> bool:
 def test_every_operator_is_drawn_about_as_often_as_its_weight_says(weights, order):
     given = dict(zip(order, weights, strict=False))
     request = SearchRequest(b"", operators=given, max_generations=1)
-    table = new_grammar(request, [COLUMNS])[ANY_OPERATOR:][:256]
+    table = genome.new_grammar(request, [COLUMNS])[genome.ANY_OPERATOR :][:256]
     counts = np.array([np.count_nonzero(table == OPERATORS[name].code) for name in given])
     wanted = 256 * np.array([*given.values()]) / sum(given.values())
     assert counts.min() >= 1
@@ -129,7 +117,7 @@ def test_every_operator_is_drawn_about_as_often_as_its_weight_says(weights, orde
 
 def test_formulas_that_no_genome_holds_are_refused():
     with pytest.raises(InvalidArgumentError) as caught:
-        grammar_of(asked(max_size=MOST_TOKENS + 1))
+        grammar_of(asked(max_size=genome.MOST_TOKENS + 1))
     assert caught.value.reason == "FORMULAS_TOO_LARGE"
 
 
@@ -216,7 +204,6 @@ _NAMES = st.sampled_from(RULED)
 
 @st.composite
 def some_rules(draw):
-    """Draw rules, each of which is often there and often not."""
     arguments = {
         name: tuple(draw(st.sampled_from([-1, 1, 2, 4])) for _ in OPERATORS[name].operands)
         for name in draw(st.sets(_NAMES, max_size=2))
@@ -322,7 +309,6 @@ def test_constants_that_are_numbers_are_so_without_a_unit_of_the_target(genes):
 
 
 def shuffled(tree: Tree, draw) -> Tree:
-    """Return a formula with other constants, and another order of sums and products."""
     if tree.is_constant:
         return constant(draw(st.floats(-9, 9, width=32)))
     operands = [shuffled(operand, draw) for operand in tree.operands]
@@ -349,8 +335,7 @@ def test_structures_that_differ_have_different_hashes(both, a, b):
 
 
 def assert_formulas(codes, values, grammar, operators, functions=1, columns=COLUMNS):
-    """Check that tokens are formulas of some operators, columns and constants."""
-    assert len(codes) <= grammar[WIDTH]
+    assert len(codes) <= grammar[genome.WIDTH]
     made = trees_of(codes.tolist(), values.tolist())
     assert len(made) == functions
     for tree in made:
@@ -373,8 +358,8 @@ def test_children_are_allowed(both, rules, units, form, functions, ternary, seed
     operators = ("where", "fma") if ternary else (*RULED, "mul")
     form, units = (form, units) if functions == 1 else (Form.PLAIN, None)
     request = replace(asked(operators, form, units), rules=rules)
-    grammar, own_units = grammar_of(request, functions), new_units(request, 6)
-    formulas, width = 12, int(grammar[WIDTH])
+    grammar, own_units = grammar_of(request, functions), genome.new_units(request, 6)
+    formulas, width = 12, int(grammar[genome.WIDTH])
     results = []
     for own in both:
         parents, children = rows_of(grammar, formulas), rows_of(grammar, formulas)
@@ -485,9 +470,9 @@ def test_calls_are_written_out(form, functions, wanted):
     parts = [Parser((), names).tokens(text) for text in functions]
     parts += [([CONSTANT], [7.5])] * (template.parameters if template else 0)
     columns = [[0, 1], [0], []][: len(parts)] if template else [[0, 1, 2]]
-    grammar = new_grammar(request, columns)
+    grammar = genome.new_grammar(request, columns)
     codes, values = ([token for part in parts for token in part[k]] for k in range(2))
-    assert part_lengths(grammar, np.array(codes)) == [len(part[0]) for part in parts]
+    assert genome.part_lengths(grammar, np.array(codes)) == [len(part[0]) for part in parts]
     population = Population(
         np.array(codes, np.uint8), np.array(values), np.array([len(codes)], np.uint32)
     )
@@ -503,4 +488,4 @@ def test_calls_are_written_out(form, functions, wanted):
 def test_a_grammar_holds_as_many_rules_of_nesting_as_a_request():
     request = asked(nesting=dict.fromkeys([*product(EXACT, EXACT)][:MOST_NESTINGS], 1))
     request.rules.check()
-    assert grammar_of(request)[NESTINGS] == MOST_NESTINGS
+    assert grammar_of(request)[genome.NESTINGS] == MOST_NESTINGS

@@ -15,11 +15,6 @@ import pytest
 from support.servers.server import eventually
 from warpfit.errors import InternalError, ResourceExhaustedError, UnavailableError
 from warpfit_server.engine.cuda.runtime import compiler
-from warpfit_server.engine.cuda.runtime.compiler import (
-    CompileProcess,
-    CompileQueue,
-    with_jump_table,
-)
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.loop import create_engine
 
@@ -49,24 +44,22 @@ def _module(tmp_path_factory):
 
 @pytest.fixture
 def queue(request):
-    made = CompileQueue(getattr(request, "param", 4), "evaluates_jobs")
+    made = compiler.CompileQueue(getattr(request, "param", 4), "evaluates_jobs")
     yield made
     made.close()
 
 
 @pytest.fixture
 def process():
-    with CompileProcess("evaluates_jobs") as made:
+    with compiler.CompileProcess("evaluates_jobs") as made:
         yield made
 
 
 def ask(expression):
-    """Return the work that lets the process evaluate an expression."""
     return lambda process: process.run(expression)
 
 
 def is_alive(number):
-    """Tell whether there is a process, which is no zombie."""
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:  # the file is not there, or is one of a process that has ended since
@@ -192,7 +185,7 @@ $one:
 $end:
 \tret;
 """
-    text = with_jump_table(ptx, 3)
+    text = compiler.with_jump_table(ptx, 3)
     assert "brx.idx.uni %r1, $cases;" in text
     blocks = {
         head: body.split("$")[0].split()

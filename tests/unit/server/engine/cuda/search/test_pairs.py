@@ -9,14 +9,8 @@ import pytest
 
 from support.emulators.host_device import install
 from support.engines.searches import Searches, front_of
-from support.suites.pairs import (  # noqa: F401
-    drawn,
-    standardised,
-    test_equal_pairs_are_kept_in_their_order,
-    test_neither_tiny_nor_huge_values_win,
-    test_places_count_through_all_parts_and_tiles,
-    test_the_best_pairs_are_those_of_least_squares_one_by_one,
-)
+from support.suites.pairs import *  # noqa: F403
+from support.suites.pairs import drawn, standardised
 from warpfit.dataset import Dataset
 from warpfit.parse import parse
 from warpfit.searching import SearchReason
