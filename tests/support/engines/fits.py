@@ -39,9 +39,7 @@ def tight(accuracy: Accuracy, dtype="float64") -> dict[str, float]:
     }
 
 
-def prepared(
-    dataset: Dataset, texts, starts, *, loss=Loss.SSE, engine=None, cancelled=False, **options
-) -> tuple[FitRequest, FitContext]:
+def prepared(dataset, texts, starts, *, loss=Loss.SSE, engine=None, cancelled=False, **options):
     """Make a request of texts, or programs, and starts.
 
     Options are those of `FitSettings`, of `FitContext`, and rows and precision of the problem.

@@ -1,7 +1,7 @@
 """Random programs and data with edge values, and an engine's results beside the reference's."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -37,9 +37,7 @@ def numbers(dtype: DTypeLike = np.float64) -> st.SearchStrategy[float]:
     return ordinary | st.sampled_from(edge_values(dtype))
 
 
-def leaves(
-    variables: int, parameters: int, constants: st.SearchStrategy[float]
-) -> st.SearchStrategy[Token]:
+def leaves(variables, parameters, constants):
     """Tokens for one leaf: a variable, a parameter (if there are any) or a constant."""
     kinds = [constants.map(lambda value: (CONSTANT, value))]
     for code, count in ((VARIABLE, variables), (PARAMETER, parameters)):
@@ -51,13 +49,8 @@ def leaves(
 
 @st.composite
 def programs(
-    draw: st.DrawFn,
-    max_tokens: int = 40,
-    variables: int = 3,
-    parameters: int = 2,
-    operators: Sequence[str] = tuple(OPERATORS),
-    constants: st.SearchStrategy[float] | None = None,
-) -> Program:
+    draw, max_tokens=40, variables=3, parameters=2, operators=tuple(OPERATORS), constants=None
+):
     """Draw well-formed programs over any part of the operator table.
 
     They have ``max_tokens`` at most, or one or two more if no operator is binary.

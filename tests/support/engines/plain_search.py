@@ -210,12 +210,7 @@ def keeps_units(tree: Tree, request: SearchRequest) -> bool:
 # ------------------------------------------------------------------------------------------ drawing
 
 
-def trees(
-    operators: Sequence[str],
-    columns: Sequence[int] = (0, 1, 2),
-    constants: Sequence[float] = (0.0, 1.0, -1.0, 2.0, 0.5, -3.0),
-    most: int = 12,
-) -> st.SearchStrategy[Tree]:
+def trees(operators, columns=(0, 1, 2), constants=(0.0, 1.0, -1.0, 2.0, 0.5, -3.0), most=12):
     """Draw formulas of operators, with about so many leaves at most."""
     leaves = st.sampled_from([Tree(VARIABLE, float(column)) for column in columns])
     leaves |= st.sampled_from(constants).map(constant)

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from warpfit.dataset import Dataset, Layout
-from warpfit.request import Evaluation, FitRequest, FitSettings, Timings
+from warpfit.request import FitRequest, Timings
 from warpfit_server.engine.evaluation import LoadedDatasets
-from warpfit_server.engine.interface import Engine, Steps
+from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.runner import RequestRunner
 from warpfit_server.ipc.engine_connection import InFlightRequest
 from warpfit_server.ipc.segments import FIT_SETTING_ARRAYS, SegmentLayout, SegmentPool
@@ -63,14 +62,7 @@ class EngineRequest:
         runner: makes the steps; None for one that runs nothing else.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        data: Dataset,
-        evaluation: Evaluation,
-        fit: FitSettings | None = None,
-        runner: RequestRunner | None = None,
-    ) -> None:
+    def __init__(self, engine, data, evaluation, fit=None, runner=None):
         arrays: dict[str, Any] = {}
         if fit is None:
             self.layout = SegmentLayout.of(evaluation, data.layout)
@@ -113,9 +105,7 @@ class EngineRequest:
         return {name: array.tobytes() for name, array in found.items()}
 
 
-def written(
-    evaluation: Evaluation, layout: Layout, pool: SegmentPool | None = None
-) -> InFlightRequest:
+def written(evaluation, layout, pool=None):
     """Write a request into a segment full of other things, as a front end does."""
     request = InFlightRequest.of_evaluation(evaluation, layout, "me")
     pool = pool or SegmentPool(1 << 24)

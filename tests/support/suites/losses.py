@@ -53,9 +53,7 @@ OWN = losses.LossFunction.parse("log1p(d^2) + 0.1*abs(d)", "sum")
 @pytest.mark.parametrize(
     ("weights", "name", "rows"), covering_first([False, True], list(ALL_LOSSES), [3, 70_001])
 )
-def test_a_loss_is_the_same_however_it_is_asked_for(
-    engine, flavour, loss_errors, name, weights, rows
-):
+def test_a_loss_is_the_same_in_all_ways(engine, flavour, loss_errors, name, weights, rows):
     dtype, precision, _ = flavour
     loss = ALL_LOSSES[name]
     data = make_dataset(rows, dtype, weights=weights)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,16 +14,7 @@ from warpfit_server.engine.search.library import Fit
 Floats = NDArray[np.float64]
 
 
-def plain_errors(
-    target: Floats,
-    weights: Floats,
-    base: Floats,
-    left: NDArray[Any],
-    right: NDArray[Any],
-    *,
-    is_product: bool,
-    beside: bool = True,
-) -> Floats:
+def plain_errors(target, weights, base, left, right, *, is_product, beside=True):
     """Return the error of each pair; infinite for what hardly varies beside the others.
 
     It is infinite, too, if u alone explains the target.

@@ -46,11 +46,6 @@ class Store(DatasetStore):
             self.table.use_dataset(slot, -1)
 
 
-def make_store(sets):
-    store = Store(sets)
-    return store, store.removed
-
-
 def upload(store, dataset, tenant=ANONYMOUS, sets=1000):
     own = dataset.layout, dataset.content_id, tenant, int(sets * SIZE)
     return Upload(store, SegmentPool(0), *own)
@@ -71,12 +66,12 @@ def put(store, dataset, tenant=ANONYMOUS, own_sets=1000):
 
 
 def test_eviction_makes_room_but_not_for_data_sets_in_use():
-    store, removed = make_store(2)
+    store = Store(2)
     put(store, DATA)
     put(store, OTHERS[0])
     with store.use(key(DATA)):
         put(store, OTHERS[1])
-        assert removed == [key(OTHERS[0])]
+        assert store.removed == [key(OTHERS[0])]
         with store.use(key(OTHERS[1])), pytest.raises(ResourceExhaustedError) as caught:
             upload(store, OTHERS[0])
     assert (caught.value.needed, caught.value.available) == (SIZE, 0)
@@ -88,7 +83,7 @@ def test_bad_weights_are_refused(dtype, weight):
     good = Dataset.of(np.zeros((9, 2)), np.zeros(9), np.ones(9), dtype=dtype)
     matrix = good.matrix.copy()
     matrix[-1, 5] = weight
-    store, _ = make_store(5000)
+    store = Store(5000)
     with pytest.raises(InvalidArgumentError, match="row 5") as caught:
         put(store, Dataset(good.layout, matrix))
     assert caught.value.reason == "BAD_WEIGHT"
@@ -101,34 +96,34 @@ def test_rows_that_engines_copy_count_twice():
     whole = Dataset.of(DATA.variables.T, np.arange(10.0), weights)
     weights = np.where(np.arange(10) < 5, 0.0, weights)
     half = Dataset.of(DATA.variables.T, np.arange(10.0), weights)
-    store, _ = make_store(10)
+    store = Store(10)
     put(store, whole)
     before = store.usage().nbytes
     put(store, half)
     assert store.usage().nbytes - before == 1.5 * before
     store.remove(key(half))
     assert store.usage().nbytes == before
-    small, _ = make_store(1.4 * before / SIZE)
+    small = Store(1.4 * before / SIZE)
     with pytest.raises(ResourceExhaustedError, match="are needed"):
         put(small, half)
 
 
 def test_announced_bytes_evict_nothing():
-    store, removed = make_store(2)
+    store = Store(2)
     put(store, DATA, tenant="a")
     put(store, OTHERS[0], tenant="a")
     arriving = upload(store, OTHERS[1], "b")
-    assert (removed, store.usage().nbytes) == ([], 2 * SIZE)
+    assert (store.removed, store.usage().nbytes) == ([], 2 * SIZE)
     for chunk in OTHERS[1].chunks(80):
         arriving.add(chunk)
-        assert removed == [key(DATA, "a")]
+        assert store.removed == [key(DATA, "a")]
         assert store.usage().nbytes <= 2 * SIZE
     arriving.commit()
-    assert removed == [key(DATA, "a")]
+    assert store.removed == [key(DATA, "a")]
 
 
 def test_an_upload_that_runs_out_of_room_gives_its_bytes_back():
-    store, _ = make_store(2)
+    store = Store(2)
     arriving = upload(store, DATA, "a")
     chunks = list(DATA.chunks(SIZE // 2))
     arriving.add(chunks[0])
@@ -143,7 +138,7 @@ def test_an_upload_that_runs_out_of_room_gives_its_bytes_back():
 
 
 def test_what_is_full_for_a_moment_only_is_tried_again():
-    store, _ = make_store(2)
+    store = Store(2)
 
     def retry_after(function, *arguments, **options):
         with pytest.raises(ResourceExhaustedError) as caught:
@@ -162,60 +157,60 @@ def test_what_is_full_for_a_moment_only_is_tried_again():
 
 
 def test_what_was_given_back_stays_and_is_evicted_first():
-    store, removed = make_store(3)
+    store = Store(3)
     keys = [put(store, numbered(number)).key for number in range(3)]
     store.give_back(keys[1])
     store.give_back(keys[2])
-    assert removed == []
+    assert store.removed == []
     with store.use(keys[2]):  # another caller has the same content
         pass
     assert store.count(ANONYMOUS) == 2
     put(store, numbered(3))
-    assert removed == [keys[1]]
+    assert store.removed == [keys[1]]
     put(store, numbered(4))
-    assert removed == keys[1::-1], "then the one that was used least recently"
+    assert store.removed == keys[1::-1], "then the one that was used least recently"
     with pytest.raises(DatasetNotFoundError):
         store.give_back(keys[1])
 
 
 def test_what_another_tenant_gave_back_makes_room_and_else_a_tenant_evicts_its_own():
-    store, removed = make_store(4)
+    store = Store(4)
     back, kept = (put(store, numbered(number), "modest").key for number in range(2))
     store.give_back(back)
     greedy = [put(store, numbered(number), "greedy").key for number in range(8)]
-    assert removed == [back, *greedy[:5]], "though what is kept was used least recently"
+    assert store.removed == [back, *greedy[:5]], "though what is kept was used least recently"
     with store.use(kept):
         pass
 
 
 def test_what_was_given_back_leaves_the_devices_and_is_found_again(monkeypatch):
-    store, unloaded = make_store(3)
+    store = Store(3)
     back, used = (put(store, numbered(number)).key for number in range(2))
     store.give_back(back)
     store.expire(1000)
-    assert unloaded == []
+    assert store.removed == []
     monkeypatch.setattr("warpfit_server.dataset_store._DEVICE_SECONDS", 0.0)
     for _ in range(3):
         store.expire(1000)
-    assert unloaded == [back], "once"
+    assert store.removed == [back], "once"
     with store.use(back), store.use(used):
         store.expire(1000)
     store.expire(1000)
-    assert unloaded == [back]
+    assert store.removed == [back]
     assert store.usage().datasets == 2
 
 
 def test_a_device_without_room_evicts_in_the_same_order_and_nothing_in_use():
-    store, removed = make_store(8)
+    store = Store(8)
     first, second, third = (put(store, numbered(number)).key for number in range(3))
     store.give_back(second)
     with store.use(third):
         assert [store.evict_for_device(ANONYMOUS) for _ in range(3)] == [SIZE, SIZE, 0]
-    assert removed == [second, first]
+    assert store.removed == [second, first]
 
 
 def test_the_same_content_again_keeps_the_older_copy():
-    store, _ = make_store(5000)
+    store = Store(5000)
     first, second = put(store, DATA), put(store, DATA)
     assert (first.is_fresh, second.is_fresh) == (True, False)
     assert first.slot == second.slot
@@ -225,7 +220,7 @@ def test_the_same_content_again_keeps_the_older_copy():
 
 
 def test_removal_waits_for_the_last_use_and_a_new_upload_takes_it_back():
-    store, removed = make_store(5000)
+    store = Store(5000)
     put(store, DATA)
     with store.use(key(DATA)):
         store.remove(key(DATA))
@@ -237,9 +232,9 @@ def test_removal_waits_for_the_last_use_and_a_new_upload_takes_it_back():
         put(store, DATA)
         store.find(key(DATA))
         store.remove(key(DATA))
-        assert removed == []
+        assert store.removed == []
     store.expire(1000)
-    assert removed == [key(DATA)]
+    assert store.removed == [key(DATA)]
     assert store.usage().datasets == store.usage().nbytes == 0
 
 
@@ -259,10 +254,10 @@ def test_front_ends_are_told_what_comes_and_goes_in_that_order():
 
 
 def test_a_tenant_keeps_to_its_own_budget():
-    store, removed = make_store(10)
+    store = Store(10)
     others = put(store, numbered(0), "other").key
     own = [put(store, numbered(number), "a", own_sets=2).key for number in range(3)]
-    assert removed == own[:1]
+    assert store.removed == own[:1]
     with store.use(own[1]), store.use(own[2]), pytest.raises(ResourceExhaustedError):
         put(store, numbered(9), "a", own_sets=2)
     with store.use(others):
@@ -273,9 +268,9 @@ def test_a_tenant_keeps_to_its_own_budget():
 def test_the_number_of_data_sets_is_limited(monkeypatch, most, files):
     monkeypatch.setattr("warpfit_server.dataset_store._MOST_DATASETS", most)
     monkeypatch.setattr("resource.getrlimit", lambda _: (files, files))
-    store, removed = make_store(100)
+    store = Store(100)
     keys = [put(store, numbered(number), "a").key for number in range(5)]
-    assert removed == keys[:2]
+    assert store.removed == keys[:2]
 
 
 def test_the_segment_of_an_answer_is_cleared_for_another_tenant():

@@ -197,9 +197,7 @@ def test_a_new_front_end_ends_no_readiness(watchdog, front_end):
     assert not watchdog.all_answered_by(0)
 
 
-def test_a_front_end_that_does_not_start_is_replaced_and_not_waited_for(
-    monkeypatch, front_ends, watchdog, front_end
-):
+def test_a_front_end_that_does_not_start_is_replaced(monkeypatch, front_ends, watchdog, front_end):
     monkeypatch.setattr(Config, "start_seconds", 0.3)
     front_end.state, front_end.since = State.STARTING, time.monotonic()
     watchdog.look_at_front_ends(time.monotonic())
@@ -228,9 +226,7 @@ def test_what_a_front_end_cannot_be_told_fails_nothing(front_ends, front_end, er
     assert not front_end.tell(messages.Stop())
 
 
-def test_a_front_end_that_reads_nothing_stops_the_others_for_a_moment_only(
-    front_ends, front_end, monkeypatch
-):
+def test_a_front_end_that_reads_nothing_stops_others_briefly(front_ends, front_end, monkeypatch):
     ours, theirs = Channel.pair()
     held = theirs.dup()
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: SimpleNamespace(pid=7))
@@ -301,9 +297,7 @@ class TestQuestions:
         front_end.lost()
         assert front_ends.datasets.usage().nbytes == 0
 
-    def test_a_commit_without_its_memory_is_refused_and_leaves_nothing_open(
-        self, front_ends, front_end, begun
-    ):
+    def test_a_commit_without_memory_leaves_nothing_open(self, front_ends, front_end, begun):
         commit = "commit", begun, b"id", DATA.layout, 0
         with pytest.raises(errors.ResourceExhaustedError, match="open no more files"):
             ask(front_ends, front_end, *commit)

@@ -245,9 +245,7 @@ class TestSilentCalls:
 
 class TestTurns:
     @pytest.mark.parametrize("is_long", [True, False])
-    def test_a_tenant_whose_calls_take_long_leaves_time_to_the_others(
-        self, start, tmp_path, monkeypatch, is_long
-    ):
+    def test_long_calls_leave_time_to_other_tenants(self, start, tmp_path, monkeypatch, is_long):
         """Not one whose calls are short, however many they are."""
         if not is_long:  # on a slow machine gRPC's part of a call may take 2 ms, too
             monkeypatch.setattr(calls, "_FREE_SECONDS", 0.03)
@@ -283,9 +281,7 @@ class TestTurns:
         else:
             assert front_end.calls.turns._used_until.get("greedy", 0.0) < began
 
-    def test_further_refusals_of_a_second_wait_for_a_part_of_the_time_until_a_retry(
-        self, start, tmp_path, monkeypatch
-    ):
+    def test_further_refusals_of_a_second_are_held_back(self, start, tmp_path, monkeypatch):
         path, tokens = token_file(tmp_path, "greedy", "modest")
         front_end = start(echo_of("Evaluate"), max_requests=1, token_file=path)
         now, held = [100.0], []

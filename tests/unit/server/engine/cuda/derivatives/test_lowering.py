@@ -50,9 +50,7 @@ def shared():
     return lowering.DerivativeLowering(threads=4)
 
 
-def lower(
-    lowering: lowering.DerivativeLowering, batch: Batch, work: str
-) -> lowering.DerivativeCode:
+def lower(lowering, batch, work):
     code, made = run_to_end(begin(lowering, batch, work))
     assert made == "meanwhile"
     return code

@@ -155,9 +155,7 @@ class TestQueue:
 
 
 @pytest.mark.parametrize("compile_source", [compiler.to_ptx, compiler.to_cubin])
-def test_a_program_that_does_not_compile_is_destroyed_and_its_log_is_told(
-    monkeypatch, compile_source
-):
+def test_a_program_that_does_not_compile_is_destroyed_and_told(monkeypatch, compile_source):
     destroy = Mock(side_effect=compiler.nvrtc.nvrtcDestroyProgram)
     monkeypatch.setattr(compiler.nvrtc, "nvrtcDestroyProgram", destroy)
     with pytest.raises(InternalError, match="nonsense"):
