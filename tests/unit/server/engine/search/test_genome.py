@@ -326,9 +326,11 @@ def test_constants_and_order_of_sums_and_products_do_not_count(both, tree, data)
 
 @given(a=trees(EXACT, COLUMNS, most=5), b=trees(EXACT, COLUMNS, most=5))
 def test_structures_that_differ_have_different_hashes(both, a, b):
+    grammar, alone = grammar_of(asked()), [a, b, of("neg", a), of("exp", a)]
+    alone += [of(name, *pair) for name in ("add", "sub", "div") for pair in ((a, b), (b, a))]
+    found = {both[0].structure_hash(grammar, [tree]) for tree in alone}
+    assert len(found) == len({structure(tree) for tree in alone})
     assume(structure(a) != structure(b))
-    grammar = grammar_of(asked())
-    assert both[0].structure_hash(grammar, [a]) != both[0].structure_hash(grammar, [b])
     pairs = [[a, b], [b, a]]
     hashes = [[own.structure_hash(grammar_of(asked(), 2), pair) for own in both] for pair in pairs]
     assert hashes[0][0] == hashes[0][1] != hashes[1][0] == hashes[1][1]
