@@ -31,12 +31,8 @@ def fit(dataset: Dataset, texts, starts, **options) -> Fit:
 def tight(accuracy: Accuracy, dtype="float64") -> dict[str, float]:
     """Return the settings that an accuracy stands for."""
     limits = Tolerances.of(np.dtype(dtype), accuracy)
-    return {
-        "gradient_tolerance": limits.gradient,
-        "step_tolerance": limits.step,
-        "loss_tolerance": limits.loss,
-        "max_iterations": accuracy.max_iterations,
-    }
+    given = {f"{name}_tolerance": getattr(limits, name) for name in ("gradient", "step", "loss")}
+    return given | {"max_iterations": accuracy.max_iterations}
 
 
 def prepared(dataset, texts, starts, *, loss=Loss.SSE, engine=None, cancelled=False, **options):

@@ -54,12 +54,7 @@ def run_steps(steps: Steps[Any], look: Callable[[Pause], None] = lambda pause: N
 class EngineRequest:
     """A request in memory of its own, its steps, and what was sent about it.
 
-    Args:
-        engine: computes it.
-        data: the data set, which the engine has loaded.
-        evaluation: what is asked for, or the problem of a fit.
-        fit: settings of a fit; None for an evaluation.
-        runner: makes the steps; None for one that runs nothing else.
+    The engine has loaded the data; ``fit`` has the settings if the evaluation is a fit's problem.
     """
 
     def __init__(self, engine, data, evaluation, fit=None, runner=None):
@@ -68,8 +63,8 @@ class EngineRequest:
             self.layout = SegmentLayout.of(evaluation, data.layout)
         else:
             self.layout = SegmentLayout.of_fit(FitRequest(evaluation, fit), data.layout)
-            arrays = {name: getattr(fit, name) for name in FIT_SETTING_ARRAYS}
-            arrays = {name: array for name, array in arrays.items() if array is not None}
+            given = {name: getattr(fit, name) for name in FIT_SETTING_ARRAYS}
+            arrays = {name: array for name, array in given.items() if array is not None}
             fit = replace(fit, **dict.fromkeys(FIT_SETTING_ARRAYS))
         self.segment = SegmentPool(1 << 24).acquire(self.layout.nbytes)
         self.layout.write(self.segment, evaluation, arrays)
@@ -92,10 +87,7 @@ class EngineRequest:
         self.steps: Steps[Timings] = runner.begin(self.request)
 
     def run(self, look: Callable[[Pause], None] = lambda pause: None) -> None:
-        """Run all steps.
-
-        ``look`` is called whenever the engine's thread would look at its queue.
-        """
+        """Run all steps as `run_steps` does."""
         run_steps(self.steps, look)
 
     def results(self) -> dict[str, bytes]:

@@ -6,8 +6,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from support.refusals import refused
 from support.servers.server import write_secret
-from warpfit.errors import InvalidArgumentError, UnauthenticatedError
+from warpfit.errors import UnauthenticatedError
 from warpfit.transport.connection import new_token, token_digest
 from warpfit_server import config
 from warpfit_server.tenants import Authenticator, TokenFile
@@ -61,11 +62,9 @@ class TestTokens:
     )
     def test_a_wrong_file_is_refused_with_its_line(self, tmp_path, text):
         path = self._file(tmp_path, b"# comment\n" + text.encode("latin-1"))
-        with pytest.raises(InvalidArgumentError) as caught:
-            TokenFile(path)
-        assert caught.value.reason == "BAD_TOKEN_FILE"
+        error = refused("BAD_TOKEN_FILE", TokenFile, path)
         if text.startswith("a"):
-            assert f"line {2 + text.count(chr(10))}" in str(caught.value)
+            assert f"line {2 + text.count(chr(10))}" in str(error)
 
     def test_no_call_waits_for_the_other_end_of_a_pipe(self, tmp_path):
         token, line = new_token("a")
@@ -74,9 +73,7 @@ class TestTokens:
         path.unlink()
         os.mkfifo(path, 0o600)
         assert self.look(tokens, token) == "a", "the old content stays in force"
-        with pytest.raises(InvalidArgumentError) as caught:
-            TokenFile(path)
-        assert caught.value.reason == "NO_REGULAR_FILE"
+        refused("NO_REGULAR_FILE", TokenFile, path)
 
     @pytest.mark.parametrize("wrong", ["mode", "folder", "content"])
     def test_a_token_is_withdrawn_although_the_new_file_was_wrong_at_first(self, tmp_path, wrong):
@@ -110,9 +107,7 @@ class TestTokens:
             os.chown(path, 12345, 0)
         else:
             pytest.skip("only root can give files away")
-        with pytest.raises(InvalidArgumentError, match=r"chmod 600|12345") as caught:
-            TokenFile(path)
-        assert caught.value.reason == "FILE_NOT_SECRET"
+        refused("FILE_NOT_SECRET.*(chmod 600|12345)", TokenFile, path)
         for accepted in (0o400, 0o640):  # Kubernetes mounts secrets for a group
             path.chmod(accepted)
             os.chown(path, os.geteuid(), -1)

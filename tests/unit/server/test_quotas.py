@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.refusals import refused
 from support.servers.server import eventually
 from warpfit import errors
 from warpfit.dataset import Layout
@@ -191,9 +192,7 @@ def test_the_file_narrows_what_the_server_bounds_and_sets_the_rest(tenants, name
     ],
 )
 def test_wrong_files_are_refused(tenants, text):
-    with pytest.raises(errors.InvalidArgumentError) as caught:
-        tenants(text)
-    assert caught.value.reason == "BAD_TENANTS_FILE"
+    refused("BAD_TENANTS_FILE", tenants, text)
 
 
 def test_a_changed_file_is_read_again_unless_it_is_wrong(tenants, tmp_path, monkeypatch):

@@ -139,12 +139,6 @@ def test_engines_look_for_kernels_of_batches_that_have_come_before_alone(plan, o
 
 ARRAYS = ("codes", "values", "lengths", "parameter_counts", "parameters")
 PARTS = ((0, 7), (7, 8), (8, 60))
-SUM = """
-from support.random_programs import thesis_mix
-from warpfit.ir import Batch
-from warpfit_server.shared_batch import BatchSummary
-print(BatchSummary.of(Batch.of(*thesis_mix(1, 50))).identity)
-"""
 
 
 def assert_same(found, expected, *, strict=True):
@@ -172,10 +166,14 @@ def test_batches_are_known_by_their_tokens_and_not_by_parameters(identify):
 
 
 def test_all_processes_have_the_same_hash():
-    command = [sys.executable, "-c", SUM]
+    code = (
+        "from support.random_programs import thesis_mix; from warpfit.ir import Batch; "
+        "from warpfit_server.shared_batch import BatchSummary; "
+        "print(BatchSummary.of(Batch.of(*thesis_mix(1, 50))).identity)"
+    )
     tests = Path(__file__).parents[3]  # where it finds `support`
-    found = subprocess.run(command, cwd=tests, capture_output=True, check=True, text=True)
-    assert int(found.stdout) == BatchSummary.of(Batch.of(*thesis_mix(1, 50))).identity
+    found = subprocess.check_output([sys.executable, "-c", code], cwd=tests)
+    assert int(found) == BatchSummary.of(Batch.of(*thesis_mix(1, 50))).identity
 
 
 @pytest.mark.parametrize("vectors", [1, 3])

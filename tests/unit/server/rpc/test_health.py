@@ -142,12 +142,6 @@ def test_what_others_could_read_needs_tls_or_consent(settings, reason, consent, 
     Config(**(settings | consent)).check_exposure()
 
 
-def test_metrics_and_health_listen_on_loopback_by_default():
-    flags = ["--host", "0.0.0.0", "--insecure", "--metrics-port", "0", "--health-port=7"]
-    config = Config.from_arguments(flags, {})
-    assert (config.metrics_port, config.health_port) == ("127.0.0.1:0", "127.0.0.1:7")
-
-
 def count(name):
     return sum(thread.name.startswith(name) for thread in threading.enumerate())
 

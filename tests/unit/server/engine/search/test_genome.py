@@ -26,7 +26,7 @@ from support.engines.plain_search import (
     trees_of,
     without_scale,
 )
-from warpfit.errors import InvalidArgumentError
+from support.refusals import refused
 from warpfit.ir import Population
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
 from warpfit.parse import Parser, Placeholder, parse
@@ -116,9 +116,7 @@ def test_every_operator_is_drawn_about_as_often_as_its_weight_says(weights, orde
 
 
 def test_formulas_that_no_genome_holds_are_refused():
-    with pytest.raises(InvalidArgumentError) as caught:
-        grammar_of(asked(max_size=genome.MOST_TOKENS + 1))
-    assert caught.value.reason == "FORMULAS_TOO_LARGE"
+    refused("FORMULAS_TOO_LARGE", grammar_of, asked(max_size=genome.MOST_TOKENS + 1))
 
 
 # -------------------------------------------------------------------------------- simplification
