@@ -213,9 +213,6 @@ def test_keys_of_tenants_differ(one, other, content_id):
 # -------------------------------------------------------------------------------------------- turns
 
 
-TENANTS = ("greedy", "greedy", "modest", "third")
-
-
 def test_every_thread_gets_in_and_never_too_many_at_once():
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -225,16 +222,15 @@ def test_every_thread_gets_in_and_never_too_many_at_once():
     def call(tenant):
         for _ in range(50):
             shared.acquire(tenant)
-            with counting:
-                inside[tenant] += 1
-                most[tenant] = max(most[tenant], inside[tenant])
-            time.sleep(0)
-            with counting:
-                inside[tenant] -= 1
+            for step in (1, -1):
+                with counting:
+                    inside[tenant] += step
+                    most[tenant] = max(most[tenant], inside[tenant])
+                time.sleep(0)
             shared.release(tenant)
 
     with ThreadPoolExecutor(12) as pool:
-        list(pool.map(call, TENANTS * 3, timeout=30))
+        list(pool.map(call, ("greedy", "greedy", "modest", "third") * 3, timeout=30))
     sys.setswitchinterval(before)
     assert most["greedy"] <= module._MOST
     assert (shared._inside, shared._waiting) == (Counter(), {})

@@ -56,14 +56,6 @@ def design():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_nonlinear_model_is_recovered(method):
-    found = fit(EXACT, [MODEL], [START], method=method, max_iterations=300, **TIGHT)
-    np.testing.assert_allclose(found.parameters[0], TRUTH, rtol=1e-5)
-    assert found.loss[0] < 1e-10
-    assert found.success[0]
-
-
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("data", [DATA, WEIGHTED], ids=["unweighted", "weighted"])
 def test_a_linear_model_agrees_with_the_normal_equations(method, data):
     w, a = np.ones(60) if data.weights is None else data.weights, design()

@@ -108,27 +108,15 @@ def test_a_seed_gives_the_same_bits_in_every_batch(method):
     assert (every.initial_loss[1:] != again.initial_loss[1:]).all()
 
 
-@settings(max_examples=3, deadline=None)
-@given(st.integers(-20, 20), st.floats(0.0, 6.28), st.integers(0, 99))
-@example(0, 4.0, 0)
-@example(-1, 1.0, 0)
-def test_a_box_of_phases_may_be_any_turn(turns, phase, seed):
-    z = np.linspace(0.0, 10.0, 80)
-    data = Dataset.of(z[:, None], 2.0 * np.sin(1.7 * z + phase), dtype="float64")
-    found = []
+@pytest.mark.parametrize("turns", [-1, 20])
+def test_a_box_of_phases_may_be_any_turn(turns):
+    text, found = "p1*sin(p2*x1 + p3)", []
     for shift in (0.0, 2.0 * np.pi * turns):
         low, high = [0.0, 0.1, shift], [10.0, 10.0, shift + 2.0 * np.pi]
-        options = {"lower": [low], "upper": [high], "restarts": 16, "seed": seed}
-        text, start = "p1*sin(p2*x1 + p3)", [1.0, 1.0, 1.0 + shift]
-        every = fit(data, [text], [start], all_starts=True, **options)
-        vectors = drawn(data, text, start, **options)
-        found.append((vectors - [0.0, 0.0, shift], every.loss[:, 0]))
-    np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-9)
-    same = np.isclose(found[0][1], found[1][1], rtol=1e-3, atol=1e-6)
-    assert same.mean() >= 0.8  # at a plateau a rounding error may decide
-    # Not every seed finds the phase, but all turns find the same.
-    best = [losses.min() for _, losses in found]
-    assert np.isclose(*best, rtol=1e-3, atol=1e-6)
+        bounds = {"lower": [low], "upper": [high], "restarts": 16}
+        vectors = drawn(DATA, text, [1.0, 1.0, 1.0 + shift], **bounds)
+        found.append(vectors - [0.0, 0.0, shift])
+    np.testing.assert_allclose(*found, atol=1e-9)
 
 
 @settings(max_examples=30, deadline=None)
