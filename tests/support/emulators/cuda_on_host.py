@@ -1,7 +1,5 @@
 """CUDA C++ compiled for this machine; a test is skipped if it has no C++ compiler."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """Compiled kernels of fast mode in NumPy: straight-line PTX, run on all rows at once."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Requests in memory of their own, which a `RequestRunner` computes step by step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

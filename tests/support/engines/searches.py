@@ -1,7 +1,5 @@
 """Searches by an engine without a server, and what has to hold of every front."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests of a `Weigher`, which run on every engine; a module that imports them has ``weigher``."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings

@@ -1,7 +1,5 @@
 """Tests of searches on a GPU; a test module defines the fixture ``engine``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Processors and memory that a process may use, stuck evaluations, directories of servers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

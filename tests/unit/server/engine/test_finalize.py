@@ -1,7 +1,5 @@
 """Losses, gradients, scaling and correlations that are made of the sums of engines."""
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The engine loop over real connections, with an engine that computes next to nothing."""
 
-from __future__ import annotations
-
 import errno
 import threading
 import time

@@ -1,7 +1,5 @@
 """Lowering of programs, alone and with derivatives, and the cache of what was lowered."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Which requests are merged, and batches in segments."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The fair queue, simulated with arrivals of many tenants, and suspects, which run alone."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The time of steps, which admission learns from, and the parts of large requests."""
 
-from __future__ import annotations
-
 import threading
 import time
 

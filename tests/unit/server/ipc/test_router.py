@@ -1,7 +1,5 @@
 """Which engine a request goes to, and searches of several; the connections are the test's own."""
 
-from __future__ import annotations
-
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import replace

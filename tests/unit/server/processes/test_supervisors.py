@@ -1,7 +1,5 @@
 """The supervisors of front ends and engines, and what front ends are told, without processes."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -1,7 +1,5 @@
 """Health checks, exposed addresses, threads of a port, and statuses of errors."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Derivatives, row losses and statistics of the CPU engine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

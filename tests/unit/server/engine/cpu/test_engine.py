@@ -1,7 +1,5 @@
 """The CPU engine as a whole: batches, rows, losses, threads, cancellation, memory."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

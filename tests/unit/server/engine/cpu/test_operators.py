@@ -1,7 +1,5 @@
 """The CPU engine, operator by operator, over the whole table."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import example, given

@@ -1,7 +1,5 @@
 """Searches on the CPU: fronts, forms, rules, odd data, and why a search ends."""
 
-from __future__ import annotations
-
 import time
 from contextlib import contextmanager
 from dataclasses import replace

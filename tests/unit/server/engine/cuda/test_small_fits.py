@@ -3,8 +3,6 @@
 The kernels run on this machine's CPU, without contraction, so that both have the same bits.
 """
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

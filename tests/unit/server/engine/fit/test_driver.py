@@ -1,7 +1,5 @@
 """The batched driver: answers, ends, batches, linear parameters, interruptions, memory."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Searches end at minima and say truly why: Levenberg-Marquardt's and those of BFGS."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy.optimize import lsq_linear

@@ -1,7 +1,5 @@
 """Drawn starts, perturbations of searches that would end, and rows that are left out."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings

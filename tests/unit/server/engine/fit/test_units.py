@@ -4,8 +4,6 @@ A problem whose target, variables and parameters are multiplied by powers of two
 problem bit by bit, as long as no square leaves the range of float64.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings

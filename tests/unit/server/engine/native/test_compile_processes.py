@@ -1,7 +1,5 @@
 """Code that is compiled once for all engines, by several processes, and kept in sealed files."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import os

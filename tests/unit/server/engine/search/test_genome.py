@@ -1,7 +1,5 @@
 """What is done to one formula is what plain Python does, on the CPU and as CUDA C++."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import product

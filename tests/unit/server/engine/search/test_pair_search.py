@@ -1,7 +1,5 @@
 """The search for pairs and sums finds laws, with the library, the views and what keeps to rules."""
 
-from __future__ import annotations
-
 import tracemalloc
 from contextlib import closing
 

@@ -1,7 +1,5 @@
 """Lowering of programs with derivatives for the GPU's interpreter, on several threads."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -3,8 +3,6 @@
 What their code computes is compared with NumPy where the engine runs on the host, too.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

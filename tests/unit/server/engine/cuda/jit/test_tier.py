@@ -1,7 +1,5 @@
 """The compiled tier without a GPU: launches, the store of kernels, the chooser, the renderer."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import time

@@ -1,7 +1,5 @@
 """The queue of compilations, the processes that run them, and the compiler."""
 
-from __future__ import annotations
-
 import builtins
 import os
 import threading

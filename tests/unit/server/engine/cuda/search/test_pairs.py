@@ -1,7 +1,5 @@
 """Pairs of a GPU's weigher, run on this machine's CPU, and searches of its engine on the host."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import numpy as np
