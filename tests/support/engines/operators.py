@@ -16,8 +16,6 @@ from warpfit.dataset import Dataset
 from warpfit.ir import Program
 from warpfit.ops import BY_CODE, CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER, VARIABLE
 
-Token = tuple[int, float]
-
 
 def edge_values(dtype: DTypeLike = np.float64) -> list[float]:
     """Values at which operators change their behaviour, all exact in ``dtype``."""
@@ -59,7 +57,7 @@ def programs(
     arities = {OPERATORS[name].code: OPERATORS[name].arity for name in operators}
     operator = st.sampled_from([(code, 0.0) for code in arities]) if arities else leaf
     joins = sorted({arity for arity in arities.values() if arity > 1})
-    tokens: list[Token] = []
+    tokens: list[tuple[int, float]] = []
     height = 0
     for token in draw(st.lists(leaf | operator, min_size=1, max_size=max(1, max_tokens // 2))):
         arity = arities.get(token[0], 0)

@@ -217,11 +217,8 @@ def trees(operators, columns=(0, 1, 2), constants=(0.0, 1.0, -1.0, 2.0, 0.5, -3.
     return st.recursive(leaves, above, max_leaves=most)
 
 
-_compiled = numba_cache.njit(error_model="numpy")
-
-
 _ON_CPU = {
-    name: _compiled(getattr(genome, name).py_func)
+    name: numba_cache.njit(error_model="numpy")(getattr(genome, name).py_func)
     for name in (
         *("simplify", "is_allowed", "structure_hash", "first_formula", "breed"),
         *("start_random", "tournament", "tried_mark"),

@@ -19,8 +19,6 @@ from warpfit_server.engine.interface import (
     run_to_end,
 )
 
-Floats = NDArray[np.float64]
-
 
 def reference_loss(kind, values, target, weights=None):
     """Compute a built-in loss [...] of values [..., rows] by its definition, in float64."""
@@ -39,7 +37,7 @@ def reference_loss(kind, values, target, weights=None):
         return np.asarray(({Loss.SSE: sse} | means | relative)[kind])
 
 
-def moments_of(f: ArrayLike, y: ArrayLike, w: ArrayLike) -> Floats:
+def moments_of(f: ArrayLike, y: ArrayLike, w: ArrayLike) -> NDArray[np.float64]:
     """Moments in long double, by definition but for the first row as the origin of the means."""
     f, y, w = (np.asarray(column, dtype=np.longdouble) for column in (f, y, w))
     first_f, first_y = f[0], y[0]

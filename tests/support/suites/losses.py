@@ -47,9 +47,6 @@ ALL_LOSSES = {"sse": Loss.SSE, "mae": Loss.MAE, "nmse": Loss.NMSE} | {
 }
 
 
-OWN = losses.LossFunction.parse("log1p(d^2) + 0.1*abs(d)", "sum")
-
-
 @pytest.mark.parametrize(
     ("weights", "name", "rows"), covering_first([False, True], list(ALL_LOSSES), [3, 70_001])
 )
@@ -89,7 +86,7 @@ def test_small_differences_keep_their_digits(engine, loss_errors, name, dtype, s
         f *= np.float32(1e-3)
     y = (f + size * rng.normal(size=3_000)).astype(dtype)
     y = np.abs(y)
-    loss = ALL_LOSSES.get(name) or OWN
+    loss = ALL_LOSSES.get(name) or losses.LossFunction.parse("log1p(d^2) + 0.1*abs(d)", "sum")
     data = Dataset.of(f[:, None], y, rng.uniform(0.5, 2, size=3_000).astype("f4"), dtype=dtype)
     batch = Batch.of([parse("x1")])
     custom = losses.LossFunction(losses.as_function(loss).row, losses.Closing.SUM)

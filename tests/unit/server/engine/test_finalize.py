@@ -204,21 +204,3 @@ def test_neither_threads_nor_cuts_nor_other_programs_change_a_bit(engine, rows, 
         other = CpuEngine(threads)
         np.testing.assert_array_equal(answer(other), expected)
         other.close()
-
-
-@given(st.data())
-def test_moments_are_of_all_rows_wherever_these_begin(engine, data):
-    """Around the ends of nodes of every level neighbours are far apart in the tree."""
-    dtype = data.draw(st.sampled_from(list(TREE_DATA)))
-    block = BLOCK[dtype]
-    end = block << data.draw(st.integers(0, 4))
-    start = max(end - data.draw(st.integers(1, 4 * block)), 0)
-    stop = end + data.draw(st.integers(1, 4 * block))
-    programs = [parse("x1 * x2 + x3")], [[]]
-    found = derive(engine, TREE_DATA[dtype], *programs, statistics=True, rows=(start, stop))
-    columns = TREE_DATA[dtype].matrix[:, start:stop].astype(np.float64)
-    weights = columns[-1]
-    value = columns[0] * columns[1] + columns[2]
-    mean = np.average(value, weights=weights)
-    expected = [weights.sum(), mean, weights @ np.square(value - mean)]
-    np.testing.assert_allclose(found.moments[0, 0, [0, 1, 3]], expected, rtol=1e-5)

@@ -26,11 +26,10 @@ from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.interface import Outputs, run_to_end
 
 X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
-RNG_SEED = 5
 
 
 def make_dataset(rows: int, dtype: str = "float64", *, weights: bool = False) -> Dataset:
-    rng = np.random.default_rng(RNG_SEED)
+    rng = np.random.default_rng(5)
     columns = rng.uniform(0.1, 3, size=(rows, 10))
     y = rng.normal(size=rows)
     return Dataset.of(columns, y, rng.uniform(size=rows) if weights else None, dtype=dtype)

@@ -17,8 +17,7 @@ from warpfit_server.engine.cpu.engine import CpuEngine
 
 rng = np.random.default_rng(11)
 X = rng.uniform([0.5, 0.1], [4.0, 10.0], size=(80, 2))
-NOISE = rng.normal(scale=0.02, size=80)
-Y = 3.0 * np.exp(-0.7 * X[:, 0]) + 0.5 * X[:, 1] / (1.3 + X[:, 1]) + NOISE
+Y = 0.02 * rng.normal(size=80) + 3.0 * np.exp(-0.7 * X[:, 0]) + 0.5 * X[:, 1] / (1.3 + X[:, 1])
 #: p1 and p3 have the unit of y, p2 that of 1 / x1, p4 that of x2.
 MODEL = "p1*exp(p2*x1) + p3*x2/(p4 + x2)"
 START = np.array([1.0, -0.2, 1.0, 1.0])
