@@ -260,9 +260,6 @@ def test_repeated_gradients_are_compiled_in_the_background(engine):
     assert seen == {Tier.INTERPRETER, Tier.COMPILED}
 
 
-# ----------------------------------------------------------------------------------------- fits
-
-
 @pytest.mark.parametrize("start", [1, 2])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_nist_problems(engine, name, start):

@@ -18,7 +18,6 @@ from support.engines.gradients import ask, derive, linearise
 from support.engines.references import Evaluate
 from support.random_programs import thesis_mix
 from support.suites.derivatives import make_dataset, smooth_programs
-from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.losses import SQUARES
 from warpfit.request import Evaluation, Loss, Precision, Tier
@@ -100,9 +99,7 @@ def plain(engine: CudaEngine, rows: int, dtype: str) -> dict[str, Any]:
     return answers
 
 
-def gradient(
-    engine: CudaEngine, data: Dataset, programs: Any, parameters: Any, options: dict[str, Any]
-) -> np.ndarray:
+def gradient(engine, data, programs, parameters, options):
     """Derivatives of a built-in loss, which both tiers have."""
     batch = Batch.of(programs, parameters)
     return ask(engine, data, Evaluation(data.content_id, batch, values=False, **options)).gradients

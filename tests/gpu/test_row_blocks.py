@@ -47,7 +47,7 @@ def node_ranges(rows: tuple[int, int], length: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("span", SPANS)
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize(("dtype", "precision"), MODES)
-def test_interpreted_losses_do_not_depend_on_the_rows_of_a_thread(
+def test_interpreted_losses_do_not_depend_on_threads(
     evaluate, monkeypatch, dtype, precision, weights, span
 ):
     dataset, (programs, vectors) = mixed_data(dtype, weights=weights), thesis_mix(3, 40)
@@ -90,7 +90,7 @@ def test_interpreted_losses_are_sums_of_nodes(evaluate, dtype, precision, length
 
 
 @pytest.mark.parametrize(("dtype", "precision"), MODES)
-def test_compiled_losses_do_not_depend_on_blocks_of_threads_or_on_launches(
+def test_compiled_losses_do_not_depend_on_blocks_or_launches(
     evaluate, monkeypatch, dtype, precision
 ):
     dataset, (programs, vectors) = mixed_data(dtype), thesis_mix(3, 40)
@@ -137,9 +137,7 @@ def sums_of_passes(engine, dtype, precision, rows, count=None) -> np.ndarray:
 
 @pytest.mark.parametrize("rows", SPANS)
 @pytest.mark.parametrize(("dtype", "precision"), MODES)
-def test_derivatives_depend_neither_on_other_programs_nor_on_shared_memory(
-    engine, monkeypatch, dtype, precision, rows
-):
+def test_derivatives_do_not_depend_on_shared_memory(engine, monkeypatch, dtype, precision, rows):
     whole = sums_of_passes(engine, dtype, precision, rows)
     np.testing.assert_array_equal(sums_of_passes(engine, dtype, precision, rows, 1), whole)
     monkeypatch.setattr("warpfit_server.engine.cuda.derivatives.launches._CHUNK_BYTES", 1 << 20)

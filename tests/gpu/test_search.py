@@ -6,16 +6,7 @@ import numpy as np
 import pytest
 
 from support.engines.searches import Searches
-from support.suites.searches import (  # noqa: F401
-    host,
-    test_a_colony_is_that_of_the_cpu,
-    test_a_formula_that_is_better_takes_a_place,
-    test_a_search_has_the_same_front_again,
-    test_formulas_of_a_colony_keep_to_units,
-    test_near_misses_are_fitted,
-    test_sizes_on_a_device,
-    test_small_colonies_on_a_device,
-)
+from support.suites.searches import *  # noqa: F403
 from warpfit.dataset import Dataset
 from warpfit.searching import Front, Rules, SearchReason, SearchRequest
 from warpfit_server.engine.cuda.engine import CudaEngine

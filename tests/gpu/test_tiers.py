@@ -8,9 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from support.engines.operators import (
-    check_node_by_node,
-)
+from support.engines.operators import check_node_by_node
 from support.engines.references import Evaluate, reference_loss
 from support.random_programs import random_program, thesis_mix
 from warpfit.dataset import Dataset

@@ -1,14 +1,11 @@
 """CUDA C++ compiled for this machine; a test is skipped if it has no C++ compiler."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -53,14 +50,7 @@ def compile_for_host(source: str, *, wraps: bool = False) -> ctypes.CDLL:
         return ctypes.CDLL(str(library))
 
 
-def launch_on_host(
-    library: ctypes.CDLL,
-    kernel: str,
-    grid: tuple[int, int, int],
-    threads: tuple[int, int, int],
-    arguments: Sequence[int],
-    shared: int = 0,
-) -> bool:
+def launch_on_host(library, kernel, grid, threads, arguments, shared=0):
     """Run a kernel with arguments at these addresses; return False for what no device launches."""
     sizes = ((ctypes.c_uint * 3)(*size) for size in (grid, threads))
     given = (ctypes.c_void_p * len(arguments))(*arguments)

@@ -114,14 +114,8 @@ def _layout_of(batch: Batch) -> BatchLayout:
 
 
 def lower_on_host(
-    batch: Batch,
-    variables: int = 1 << 18,
-    *,
-    share: int = 4,
-    room: int = MAX_SHARED_TOKENS,
-    group: int | None = None,
-    levels: int = 3,
-) -> Lowered:
+    batch, variables=1 << 18, *, share=4, room=MAX_SHARED_TOKENS, group=None, levels=3
+):
     """Lower a batch by the device's source, compiled for this machine, in memory full of garbage.
 
     Args:
@@ -163,14 +157,7 @@ def _write(batch: Batch, memory: NDArray[np.uint8]) -> None:
         ctypes.memmove(memory.ctypes.data + start, address, size)
 
 
-def _record(
-    batch: Batch,
-    address: int,
-    first_invalid: NDArray[np.uint32],
-    variables: int,
-    group: int,
-    levels: int,
-) -> NDArray[Any]:
+def _record(batch, address, first_invalid, variables, group, levels):
     counts = len(batch.codes), len(batch), len(batch.parameters), batch.vectors
     record = new_batch(counts, variables, address, 0, first_invalid.ctypes.data)
     record["longest"], record["group"] = batch.lengths.max(), group
@@ -178,14 +165,7 @@ def _record(
     return record
 
 
-def lower_on_device(
-    device: Any,
-    batch: Batch,
-    variables: int = 1 << 18,
-    *,
-    group: int | None = None,
-    levels: int = 3,
-) -> Lowered:
+def lower_on_device(device, batch, variables=1 << 18, *, group=None, levels=3):
     """Lower a batch on a `CudaDevice`; see `lower_on_host`."""
     layout = _layout_of(batch)
     kernels = load_lowering(device)

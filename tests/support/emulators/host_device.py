@@ -82,9 +82,7 @@ class _Function:
         self.ptr = id(self)
         self._source, self._name = source, name
 
-    def __call__(
-        self, grid: Any, threads: Any, arguments: Any, shared: int = 0, stream: Any = None
-    ) -> None:
+    def __call__(self, grid, threads, arguments, shared=0, stream=None):
         addresses = [argument.ctypes.data for argument in arguments]
         if not self.launch(grid, threads, addresses, shared):
             raise _Error(_INVALID_VALUE)
@@ -217,9 +215,7 @@ def _elapsed(start: _Stream, end: _Stream) -> float:
     return 0.01
 
 
-def _copy_rows(
-    target: int, pitch: int, source: int, source_pitch: int, width: int, rows: int, *_: Any
-) -> None:
+def _copy_rows(target, pitch, source, source_pitch, width, rows, *_):
     for row in range(rows):
         ctypes.memmove(target + row * pitch, source + row * source_pitch, width)
 

@@ -1,7 +1,5 @@
 """Compiled kernels of fast mode in NumPy: straight-line PTX, run on all rows at once."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable
@@ -34,9 +32,7 @@ _FLOATS: Final = MappingProxyType(
 _VALUE: Final = re.compile(r"(?!%pa0$)%[rp][ai]\d+")
 
 
-def run_kernel(
-    text: str, inputs: NDArray[np.float32], columns: list[NDArray[np.float32]]
-) -> tuple[list[float], list[NDArray[np.float32]]]:
+def run_kernel(text, inputs, columns):
     """Run a kernel of fast mode that takes one row a thread.
 
     Args:

@@ -7,14 +7,13 @@ from warpfit import parse
 from warpfit.calls.results import Fit
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch
-from warpfit.losses import Loss, LossFunction
+from warpfit.losses import Loss
 from warpfit.request import (
     Accuracy,
     Evaluation,
     FitRequest,
     FitSettings,
     Method,
-    Precision,
     Tolerances,
 )
 from warpfit_server.engine.fit import driver
@@ -32,57 +31,30 @@ def fit(dataset: Dataset, texts, starts, **options) -> Fit:
 def tight(accuracy: Accuracy, dtype="float64") -> dict[str, float]:
     """Return the settings that an accuracy stands for."""
     limits = Tolerances.of(np.dtype(dtype), accuracy)
-    return {
-        "gradient_tolerance": limits.gradient,
-        "step_tolerance": limits.step,
-        "loss_tolerance": limits.loss,
-        "max_iterations": accuracy.max_iterations,
-    }
+    given = {f"{name}_tolerance": getattr(limits, name) for name in ("gradient", "step", "loss")}
+    return given | {"max_iterations": accuracy.max_iterations}
 
 
-def prepared(
-    dataset: Dataset,
-    texts,
-    starts,
-    *,
-    loss=Loss.SSE,
-    rows=None,
-    engine=None,
-    deadline=None,
-    report=None,
-    cancelled=False,
-    precision=Precision.PRECISE,
-    threads=1,
-    **settings,
-) -> tuple[FitRequest, FitContext]:
-    """Make a request of texts, or programs, and starts, with the settings of `FitSettings`."""
+def prepared(dataset, texts, starts, *, loss=Loss.SSE, engine=None, cancelled=False, **options):
+    """Make a request of texts, or programs, and starts.
+
+    Options are those of `FitSettings`, of `FitContext`, and rows and precision of the problem.
+    """
     driver.load()  # as an engine does before its first pass ends
+    own, context = (
+        {name: options.pop(name) for name in names if name in options}
+        for names in (("rows", "precision"), ("deadline", "report", "threads"))
+    )
     programs = [parse(text) if isinstance(text, str) else text for text in texts]
+    own["loss" if isinstance(loss, Loss) else "custom_loss"] = loss
     batch = Batch.of(programs, starts)
-    problem = Evaluation(
-        dataset.content_id,
-        batch,
-        rows=rows,
-        loss=loss if isinstance(loss, Loss) else None,
-        custom_loss=loss if isinstance(loss, LossFunction) else None,
-        values=False,
-        precision=precision,
-    )
-    for name in ("lower", "upper", "fixed"):
-        if name in settings:
-            settings[name] = np.concatenate([np.ravel(entry) for entry in settings[name]])
-    settings["method"] = Method(settings.get("method", "auto"))
-    request = FitRequest(problem, FitSettings(**settings))
+    problem = Evaluation(dataset.content_id, batch, values=False, **own)
+    for name in {"lower", "upper", "fixed"} & options.keys():
+        options[name] = np.concatenate([np.ravel(entry) for entry in options[name]])
+    options["method"] = Method(options.get("method", "auto"))
+    request = FitRequest(problem, FitSettings(**options))
     request.check(dataset.layout)
-    engine = engine or NumpyEngine(dataset)
-    context = FitContext(
-        linearise=engine.linearise,
-        evaluate=engine.evaluate,
-        dataset=dataset,
-        cancelled=np.full(1, cancelled, dtype=np.uint8),
-        deadline=deadline,
-        report=report,
-        threads=threads,
-        small_fits=getattr(engine, "small_fits", None),
-    )
-    return request, context
+    engine, flag = engine or NumpyEngine(dataset), np.full(1, cancelled, dtype=np.uint8)
+    context["small_fits"] = getattr(engine, "small_fits", None)
+    given = engine.linearise, engine.evaluate, dataset, flag
+    return request, FitContext(*given, **context)

@@ -1,35 +1,27 @@
 """Derivatives by an engine, without a server."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from support.engines.references import outputs_for
 from warpfit.dataset import Dataset
-from warpfit.ir import Batch, Program
+from warpfit.ir import Batch
 from warpfit.losses import LossFunction
-from warpfit.request import Evaluation, Precision
-from warpfit_server.engine.interface import Engine, Linearisation, Outputs, run_to_end
+from warpfit.request import Evaluation
+from warpfit_server.engine.interface import Engine, Outputs, run_to_end
 
 
 def derive(
-    engine: Engine,
-    dataset: Dataset,
-    programs: Sequence[Program],
-    parameters: Sequence[Any] | None = None,
-    *,
-    row_loss: Program | None = None,
-    cancelled: bool = False,
-    statistics: bool = False,
-    **options: Any,
-) -> Outputs:
+    engine, dataset, programs, parameters=None, *, row_loss=None, statistics=False, **options
+):
     """Evaluate with all derivatives (those of the loss if there is one)."""
-    batch = Batch.of(programs, parameters)
     loss = None if row_loss is None else LossFunction(row_loss, "sum")
+    cancelled = options.pop("cancelled", False)
     evaluation = Evaluation(
-        dataset.content_id, batch, custom_loss=loss, gradient=loss is not None, jacobian=True,
-        variable_gradient=loss is not None, reductions=statistics, **options,
+        dataset.content_id, Batch.of(programs, parameters), custom_loss=loss, jacobian=True,
+        gradient=loss is not None, variable_gradient=loss is not None, reductions=statistics,
+        **options,
     )  # fmt: skip
     return ask(engine, dataset, evaluation, cancelled=cancelled, moments=statistics)
 
@@ -43,21 +35,9 @@ def ask(engine: Engine, dataset: Dataset, evaluation: Evaluation, **options: Any
     return outputs
 
 
-def linearise(
-    engine: Engine,
-    dataset: Dataset,
-    programs: Sequence[Program],
-    parameters: Sequence[Any],
-    row_loss: Program,
-    *,
-    rows: tuple[int, int] | None = None,
-    precision: Precision = Precision.PRECISE,
-    curvature: bool = True,
-) -> Linearisation:
+def linearise(engine, dataset, programs, parameters, row_loss, *, curvature=True, **options):
     """Linearise without a server."""
     engine.load(dataset)
-    evaluation = Evaluation(
-        dataset.content_id, Batch.of(programs, parameters), rows=rows, precision=precision
-    )
+    evaluation = Evaluation(dataset.content_id, Batch.of(programs, parameters), **options)
     flag = np.zeros(1, dtype=np.uint8)
     return run_to_end(engine.linearise(evaluation, row_loss, curvature=curvature, cancelled=flag))

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-_KOWALIK = ".1957 .1947 .1735 .1600 .0844 .0627 .0456 .0342 .0323 .0235 .0246"
-_KOWALIK_U = "4 2 1 .5 .25 .167 .125 .1 .0833 .0714 .0625"
 _OSBORNE_1 = """.844 .908 .932 .936 .925 .908 .881 .850 .818 .784 .751 .718 .685 .658 .628 .603
 .580 .558 .538 .522 .506 .490 .478 .467 .457 .448 .438 .431 .424 .420 .414 .411 .406"""
 
@@ -30,7 +28,7 @@ class Problem:
 
 
 def problems() -> list[Problem]:
-    """Return ten of the problems: badly scaled ones, with residuals, with parallel columns."""
+    """Return eight of the problems: badly scaled ones, with residuals, with parallel columns."""
     return [
         _rows(
             "Freudenstein-Roth",
@@ -49,27 +47,17 @@ def problems() -> list[Problem]:
             *(2.0 + 2.0 * np.arange(1.0, 11.0), np.array([0.3, 0.4])),
         ),
         Problem(
-            *("Kowalik-Osborne", "p1*(x1^2 + x1*p2)/(x1^2 + x1*p3 + p4)"),
-            *(_numbers(_KOWALIK_U)[:, None], _numbers(_KOWALIK)),
-            np.array([0.25, 0.39, 0.415, 0.39]),
-        ),
-        Problem(
             *("Brown-Dennis", "(p1 + x1*p2 - exp(x1))^2 + (p3 + p4*sin(x1) - cos(x1))^2"),
             *(_counted(20) / 5.0, np.zeros(20), np.array([25.0, 5.0, -5.0, -1.0])),
         ),
         Problem(
             *("Osborne 1", "p1 + p2*exp(-x1*p4) + p3*exp(-x1*p5)"),
-            *(10.0 * (_counted(33) - 1.0), _numbers(_OSBORNE_1)),
+            *(10.0 * (_counted(33) - 1.0), np.array(_OSBORNE_1.split(), float)),
             np.array([0.5, 1.5, -1.0, 0.01, 0.02]),
         ),
         _trigonometric(10),
         _brown_almost_linear(10),
-        _chebyquad(8),
     ]
-
-
-def _numbers(text: str) -> Floats:
-    return np.array([float(word) for word in text.split()])
 
 
 def _counted(rows: int) -> Floats:
@@ -97,22 +85,3 @@ def _brown_almost_linear(n: int) -> Problem:
     formula = f"(1 - x{n})*({own} + {total} - {n + 1}) + x{n}*({product} - 1)"
     zeros, start = np.zeros(n), np.full(n, 0.5)
     return Problem("Brown almost linear", formula, np.eye(n), zeros, start)
-
-
-def _chebyquad(n: int) -> Problem:
-    """Make rows of coefficients of Chebyshev polynomials, which Horner's rule evaluates."""
-    orders = np.arange(1, n + 1)
-    columns = np.zeros((n, n + 1))
-    for i in orders.tolist():
-        columns[i - 1, : i + 1] = np.polynomial.chebyshev.cheb2poly(np.eye(n + 1)[i])[: i + 1]
-    terms = []
-    for j in range(1, n + 1):
-        text = f"x{n + 1}"
-        for k in range(n, 0, -1):
-            text = f"x{k} + (2*p{j} - 1)*({text})"
-        terms.append(f"({text})")
-    integrals = np.where(
-        orders % 2, 0.0, -1.0 / (np.square(orders, dtype=float) - 1.0 + orders % 2)
-    )
-    formula, start = f"({' + '.join(terms)})/{n}", orders / (n + 1.0)
-    return Problem("Chebyquad", formula, columns, integrals, start)

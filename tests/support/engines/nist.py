@@ -60,12 +60,7 @@ def ordered_digits(problem: Problem, got: np.ndarray, certified: np.ndarray) -> 
 
 
 #: As tight as float64 allows: only a step that changes nothing ends a search.
-TIGHT = {
-    "gradient_tolerance": 0.0,
-    "step_tolerance": 1e-14,
-    "loss_tolerance": 0.0,
-    "max_iterations": 2000,
-}
+TIGHT = {"gradient_tolerance": 0.0, "step_tolerance": 1e-14, "loss_tolerance": 0.0}
 #: Its certified sum of squares, 1.4e-25, comes from residuals of 8e-14 of values up to 2.5: what
 #: float64 rounds away from the values (1e-16 of them) leaves two to three digits of the sum, and
 #: of the standard errors that follow from it.
@@ -75,7 +70,7 @@ ROUNDED_AWAY = {"Lanczos1"}
 def outcome(engine, problem, start):
     """Digits of parameters and sum of squares, iterations, digits of standard errors."""
     given = problem.dataset, [problem.formula], [problem.starts[start - 1]]
-    found = fit(*given, engine=engine, standard_errors=True, **TIGHT)
+    found = fit(*given, engine=engine, standard_errors=True, max_iterations=2000, **TIGHT)
     return (
         ordered_digits(problem, found.parameters[0], problem.certified),
         digits(found.loss[0], problem.squares),

@@ -1,7 +1,7 @@
 """Random programs and data with edge values, and an engine's results beside the reference's."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,6 @@ from support.random_programs import random_program
 from warpfit.dataset import Dataset
 from warpfit.ir import Program
 from warpfit.ops import BY_CODE, CONSTANT, FIRST_OPERATOR, OPERATORS, PARAMETER, VARIABLE
-
-Token = tuple[int, float]
 
 
 def edge_values(dtype: DTypeLike = np.float64) -> list[float]:
@@ -37,9 +35,7 @@ def numbers(dtype: DTypeLike = np.float64) -> st.SearchStrategy[float]:
     return ordinary | st.sampled_from(edge_values(dtype))
 
 
-def leaves(
-    variables: int, parameters: int, constants: st.SearchStrategy[float]
-) -> st.SearchStrategy[Token]:
+def leaves(variables, parameters, constants):
     """Tokens for one leaf: a variable, a parameter (if there are any) or a constant."""
     kinds = [constants.map(lambda value: (CONSTANT, value))]
     for code, count in ((VARIABLE, variables), (PARAMETER, parameters)):
@@ -51,13 +47,8 @@ def leaves(
 
 @st.composite
 def programs(
-    draw: st.DrawFn,
-    max_tokens: int = 40,
-    variables: int = 3,
-    parameters: int = 2,
-    operators: Sequence[str] = tuple(OPERATORS),
-    constants: st.SearchStrategy[float] | None = None,
-) -> Program:
+    draw, max_tokens=40, variables=3, parameters=2, operators=tuple(OPERATORS), constants=None
+):
     """Draw well-formed programs over any part of the operator table.
 
     They have ``max_tokens`` at most, or one or two more if no operator is binary.
@@ -66,7 +57,7 @@ def programs(
     arities = {OPERATORS[name].code: OPERATORS[name].arity for name in operators}
     operator = st.sampled_from([(code, 0.0) for code in arities]) if arities else leaf
     joins = sorted({arity for arity in arities.values() if arity > 1})
-    tokens: list[Token] = []
+    tokens: list[tuple[int, float]] = []
     height = 0
     for token in draw(st.lists(leaf | operator, min_size=1, max_size=max(1, max_tokens // 2))):
         arity = arities.get(token[0], 0)

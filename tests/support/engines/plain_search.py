@@ -79,9 +79,6 @@ def trees_of(codes: Sequence[int], values: Sequence[float]) -> list[Tree]:
     return stack
 
 
-# --------------------------------------------------------------------------------- simplification
-
-
 def simplified(tree: Tree, allowed: set[str]) -> Tree | None:
     """Simplify a formula of allowed operators; None if a constant is no number."""
     operands = [simplified(operand, allowed) for operand in tree.operands]
@@ -149,9 +146,6 @@ def structure(tree: Tree) -> Any:
     return (tree.code, tree.value if tree.code == VARIABLE else 0.0, tuple(operands))
 
 
-# ---------------------------------------------------------------------------------- rules and units
-
-
 def keeps_rules(tree: Tree, request: SearchRequest) -> bool:
     """Return whether a formula keeps to the rules of a request."""
     rules = request.rules
@@ -207,15 +201,7 @@ def keeps_units(tree: Tree, request: SearchRequest) -> bool:
     return True
 
 
-# ------------------------------------------------------------------------------------------ drawing
-
-
-def trees(
-    operators: Sequence[str],
-    columns: Sequence[int] = (0, 1, 2),
-    constants: Sequence[float] = (0.0, 1.0, -1.0, 2.0, 0.5, -3.0),
-    most: int = 12,
-) -> st.SearchStrategy[Tree]:
+def trees(operators, columns=(0, 1, 2), constants=(0.0, 1.0, -1.0, 2.0, 0.5, -3.0), most=12):
     """Draw formulas of operators, with about so many leaves at most."""
     leaves = st.sampled_from([Tree(VARIABLE, float(column)) for column in columns])
     leaves |= st.sampled_from(constants).map(constant)
@@ -231,14 +217,8 @@ def trees(
     return st.recursive(leaves, above, max_leaves=most)
 
 
-# -------------------------------------------------------------------------------- the engine's own
-
-
-_compiled = numba_cache.njit(error_model="numpy")
-
-
 _ON_CPU = {
-    name: _compiled(getattr(genome, name).py_func)
+    name: numba_cache.njit(error_model="numpy")(getattr(genome, name).py_func)
     for name in (
         *("simplify", "is_allowed", "structure_hash", "first_formula", "breed"),
         *("start_random", "tournament", "tried_mark"),

@@ -1,14 +1,13 @@
 """Losses by their definitions, an engine of NumPy float64 that drives fits, and evaluations."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from warpfit.dataset import Dataset, Layout
+from warpfit.dataset import Dataset
 from warpfit.expressions import reference
-from warpfit.ir import Batch, Program
+from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Result, Timings
 from warpfit_server.engine.evaluation import Finalizer
 from warpfit_server.engine.interface import (
@@ -20,12 +19,8 @@ from warpfit_server.engine.interface import (
     run_to_end,
 )
 
-Floats = NDArray[np.float64]
 
-
-def reference_loss(
-    kind: Loss, values: ArrayLike, target: ArrayLike, weights: ArrayLike | None = None
-) -> Floats:
+def reference_loss(kind, values, target, weights=None):
     """Compute a built-in loss [...] of values [..., rows] by its definition, in float64."""
     f = np.asarray(values, dtype=np.float64)
     y = np.asarray(target, dtype=np.float64)
@@ -37,18 +32,12 @@ def reference_loss(
         from_first = y - y[0]  # so that a large mean costs no digits
         mean = np.sum(w * from_first) / np.sum(w)
         total = np.sum(w * np.square(from_first - mean))
-        return np.asarray(
-            {
-                Loss.SSE: sse,
-                Loss.MSE: sse / np.sum(w),
-                Loss.RMSE: np.sqrt(sse / np.sum(w)),
-                Loss.R2: 1.0 - sse / total,
-                Loss.NMSE: sse / total,
-            }[kind]
-        )
+        means = {Loss.MSE: sse / np.sum(w), Loss.RMSE: np.sqrt(sse / np.sum(w))}
+        relative = {Loss.R2: 1.0 - sse / total, Loss.NMSE: sse / total}
+        return np.asarray(({Loss.SSE: sse} | means | relative)[kind])
 
 
-def moments_of(f: ArrayLike, y: ArrayLike, w: ArrayLike) -> Floats:
+def moments_of(f: ArrayLike, y: ArrayLike, w: ArrayLike) -> NDArray[np.float64]:
     """Moments in long double, by definition but for the first row as the origin of the means."""
     f, y, w = (np.asarray(column, dtype=np.longdouble) for column in (f, y, w))
     first_f, first_y = f[0], y[0]
@@ -78,9 +67,7 @@ class NumpyEngine:
         outputs.values[:], outputs.jacobian[:] = result.values, result.jacobian
         return Timings()
 
-    def linearise(
-        self, evaluation, row_loss, *, curvature, cancelled, selection=None
-    ) -> Steps[Linearisation]:
+    def linearise(self, evaluation, row_loss, *, curvature, cancelled, selection=None):
         yield None
         dataset = self.datasets[evaluation.dataset_id]
         batch = evaluation.batch
@@ -109,14 +96,7 @@ class NumpyEngine:
 POISON = -987654.25
 
 
-def outputs_for(
-    evaluation: Evaluation,
-    layout: Layout,
-    *,
-    cancelled: bool = False,
-    moments: bool | None = None,
-    ready: Callable[[int], None] = lambda programs: None,
-) -> Outputs:
+def outputs_for(evaluation, layout, *, cancelled=False, moments=None, ready=lambda programs: None):
     """Allocate what an evaluation requests, full of `POISON`; by default with needed moments."""
     shape = evaluation.shape(layout)
     cells, parameters = shape[:2], len(evaluation.batch.parameters)
@@ -146,22 +126,11 @@ class Evaluate:
         self._loaded: dict[bytes, Dataset] = {}
         self.announced: list[int] = []
 
-    def __call__(
-        self,
-        dataset: Dataset,
-        programs: Sequence[Program],
-        parameters: Sequence[Any] | None = None,
-        *,
-        values: bool = True,
-        loss: Loss | None = None,
-        cancelled: bool = False,
-        **options: Any,
-    ) -> Result:
+    def __call__(self, dataset, programs, parameters=None, *, cancelled=False, **options) -> Result:
         if dataset.content_id not in self._loaded:
             self.engine.load(dataset)
             self._loaded[dataset.content_id] = dataset
-        batch = Batch.of(programs, parameters)
-        evaluation = Evaluation(dataset.content_id, batch, values=values, loss=loss, **options)
+        evaluation = Evaluation(dataset.content_id, Batch.of(programs, parameters), **options)
         evaluation.check(dataset.layout)
         self.announced = []
         given = {"cancelled": cancelled, "ready": self.announced.append}

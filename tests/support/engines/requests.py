@@ -1,7 +1,5 @@
 """Requests in memory of their own, which a `RequestRunner` computes step by step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,10 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from warpfit.dataset import Dataset, Layout
-from warpfit.request import Evaluation, FitRequest, FitSettings, Timings
+from warpfit.request import FitRequest, Timings
 from warpfit_server.engine.evaluation import LoadedDatasets
-from warpfit_server.engine.interface import Engine, Steps
+from warpfit_server.engine.interface import Steps
 from warpfit_server.engine.runner import RequestRunner
 from warpfit_server.ipc.engine_connection import InFlightRequest
 from warpfit_server.ipc.segments import FIT_SETTING_ARRAYS, SegmentLayout, SegmentPool
@@ -55,29 +52,17 @@ def run_steps(steps: Steps[Any], look: Callable[[Pause], None] = lambda pause: N
 class EngineRequest:
     """A request in memory of its own, its steps, and what was sent about it.
 
-    Args:
-        engine: computes it.
-        data: the data set, which the engine has loaded.
-        evaluation: what is asked for, or the problem of a fit.
-        fit: settings of a fit; None for an evaluation.
-        runner: makes the steps; None for one that runs nothing else.
+    The engine has loaded the data; ``fit`` has the settings if the evaluation is a fit's problem.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        data: Dataset,
-        evaluation: Evaluation,
-        fit: FitSettings | None = None,
-        runner: RequestRunner | None = None,
-    ) -> None:
+    def __init__(self, engine, data, evaluation, fit=None, runner=None):
         arrays: dict[str, Any] = {}
         if fit is None:
             self.layout = SegmentLayout.of(evaluation, data.layout)
         else:
             self.layout = SegmentLayout.of_fit(FitRequest(evaluation, fit), data.layout)
-            arrays = {name: getattr(fit, name) for name in FIT_SETTING_ARRAYS}
-            arrays = {name: array for name, array in arrays.items() if array is not None}
+            given = {name: getattr(fit, name) for name in FIT_SETTING_ARRAYS}
+            arrays = {name: array for name, array in given.items() if array is not None}
             fit = replace(fit, **dict.fromkeys(FIT_SETTING_ARRAYS))
         self.segment = SegmentPool(1 << 24).acquire(self.layout.nbytes)
         self.layout.write(self.segment, evaluation, arrays)
@@ -100,10 +85,7 @@ class EngineRequest:
         self.steps: Steps[Timings] = runner.begin(self.request)
 
     def run(self, look: Callable[[Pause], None] = lambda pause: None) -> None:
-        """Run all steps.
-
-        ``look`` is called whenever the engine's thread would look at its queue.
-        """
+        """Run all steps as `run_steps` does."""
         run_steps(self.steps, look)
 
     def results(self) -> dict[str, bytes]:
@@ -113,9 +95,7 @@ class EngineRequest:
         return {name: array.tobytes() for name, array in found.items()}
 
 
-def written(
-    evaluation: Evaluation, layout: Layout, pool: SegmentPool | None = None
-) -> InFlightRequest:
+def written(evaluation, layout, pool=None):
     """Write a request into a segment full of other things, as a front end does."""
     request = InFlightRequest.of_evaluation(evaluation, layout, "me")
     pool = pool or SegmentPool(1 << 24)

@@ -1,8 +1,5 @@
 """Searches by an engine without a server, and what has to hold of every front."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +14,7 @@ from warpfit.losses import Loss
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit.searching import Front, Rules, SearchProgress, SearchRequest
 from warpfit_server.engine.evaluation import LoadedDatasets
-from warpfit_server.engine.interface import Steps, run_to_end
+from warpfit_server.engine.interface import run_to_end
 from warpfit_server.engine.search.genome import fitted_numbers
 
 Floats = NDArray[np.float64]
@@ -41,12 +38,7 @@ class Searches:
         asked.check(data.layout)
         return asked
 
-    def begin(
-        self,
-        asked: SearchRequest,
-        report: Callable[[SearchProgress], None] = lambda progress: None,
-        cancelled: NDArray[np.uint8] | None = None,
-    ) -> Steps[SearchProgress]:
+    def begin(self, asked, report=lambda progress: None, cancelled=None):
         """Begin a search of data that are loaded."""
         flag = np.zeros(1, np.uint8) if cancelled is None else cancelled
         return self.engine.search(asked, self.datasets, cancelled=flag, report=report)

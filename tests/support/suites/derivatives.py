@@ -48,18 +48,13 @@ def make_dataset(rows: int, dtype: str = "float64", *, weights: bool = False) ->
 def smooth_programs() -> tuple[list[Program], list[np.ndarray]]:
     """Programs that are well conditioned on the data, of every kind of dependence on parameters."""
     texts = [
-        "p1 * exp(-p2 * x1) + p3",
-        "p1 + p2 * x1 + p3 * x2 + p4 * x3 + p1 * p2 * x4",
-        "x1 * sqrt(p1 + 2) + x2 / (exp(p1) + p2 ^ 2)",
-        "sin(p1 * x1) * cos(p1 * x1) + p1",
-        "(p1 * x1) ^ p2 + x2 ^ 2 - x3 ^ p3",
-        "x1 + 2",
-        "p1 * p2",
-        "p2",
-        "2",
-        "x3",
-        "log(x1 * p1) * (log(x1 * p1) + aq(p2, x2))",
-        "where(x1 > p2, p1 * x1, p1 * log(4 - x1))",
+        *("p1 * exp(-p2 * x1) + p3", "p1 + p2 * x1 + p3 * x2 + p4 * x3 + p1 * p2 * x4"),
+        *("x1 * sqrt(p1 + 2) + x2 / (exp(p1) + p2 ^ 2)", "sin(p1 * x1) * cos(p1 * x1) + p1"),
+        *("(p1 * x1) ^ p2 + x2 ^ 2 - x3 ^ p3", "x1 + 2", "p1 * p2", "p2", "2", "x3"),
+        *(
+            "log(x1 * p1) * (log(x1 * p1) + aq(p2, x2))",
+            "where(x1 > p2, p1 * x1, p1 * log(4 - x1))",
+        ),
         "tanh(p1 * x1 + p2) + logistic(p3 * x2) + erf(p1 - x3)",
         "p1 * x1 + p1 * x2 + p1 * x1 * x2 + p1 * exp(p1)",
     ]
@@ -146,16 +141,9 @@ def test_edge_values_are_special_where_the_reference_is(engine, name):
 
 #: Functions of |a| as operators and spelled out, and powers: derivatives at 0 are conventions.
 CONVENTIONS = (
-    "logabs(p1)",
-    "log(abs(p1))",
-    "sqrtabs(p1)",
-    "sqrt(abs(p1))",
-    "powabs(p1, p2)",
-    "abs(p1) ^ p2",
-    "p1 ^ p2",
-    "fma(p1, p2, p3)",
+    *("logabs(p1)", "log(abs(p1))", "sqrtabs(p1)", "sqrt(abs(p1))", "powabs(p1, p2)"),
+    *("abs(p1) ^ p2", "p1 ^ p2", "fma(p1, p2, p3)"),
 )
-SPELLED_OUT = ((0, 1), (2, 3), (4, 5))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -173,7 +161,7 @@ def test_conventions_at_zero_are_the_references(engine, dtype):
     for program, zero, slopes in zip(written, zeros, got, strict=True):
         _, want = differentiate(program, columns, zero)
         np.testing.assert_allclose(slopes, want, rtol=1e-5)
-    for operator, spelled in SPELLED_OUT:
+    for operator, spelled in ((0, 1), (2, 3), (4, 5)):
         np.testing.assert_allclose(got[operator], got[spelled], rtol=1e-5)
         at_zero = columns[0] == 0
         assert not got[operator][:, at_zero].any()
@@ -329,9 +317,6 @@ def test_many_parameters(engine):
         np.testing.assert_allclose(got.curvatures, want.curvatures, rtol=1e-9, atol=1e-9)
 
 
-# ------------------------------------------------------------------------------------- the rest
-
-
 def test_cancelled(engine):
     data = make_dataset(1000)
     with pytest.raises(CancelledError):
@@ -356,7 +341,6 @@ def test_long_invariants(engine, leaning):
 
 @pytest.mark.parametrize("wish", ["gradient", "jacobian", "variable_gradient"])
 def test_derivatives_asked_for_alone(engine, wish):
-    """Each kind of derivative is what it is when all are asked for."""
     data = make_dataset(1200)
     given_programs, vectors = smooth_programs()
     batch = Batch.of(given_programs, vectors)

@@ -47,15 +47,10 @@ ALL_LOSSES = {"sse": Loss.SSE, "mae": Loss.MAE, "nmse": Loss.NMSE} | {
 }
 
 
-OWN = losses.LossFunction.parse("log1p(d^2) + 0.1*abs(d)", "sum")
-
-
 @pytest.mark.parametrize(
     ("weights", "name", "rows"), covering_first([False, True], list(ALL_LOSSES), [3, 70_001])
 )
-def test_a_loss_is_the_same_however_it_is_asked_for(
-    engine, flavour, loss_errors, name, weights, rows
-):
+def test_a_loss_is_the_same_in_all_ways(engine, flavour, loss_errors, name, weights, rows):
     dtype, precision, _ = flavour
     loss = ALL_LOSSES[name]
     data = make_dataset(rows, dtype, weights=weights)
@@ -91,7 +86,7 @@ def test_small_differences_keep_their_digits(engine, loss_errors, name, dtype, s
         f *= np.float32(1e-3)
     y = (f + size * rng.normal(size=3_000)).astype(dtype)
     y = np.abs(y)
-    loss = ALL_LOSSES.get(name) or OWN
+    loss = ALL_LOSSES.get(name) or losses.LossFunction.parse("log1p(d^2) + 0.1*abs(d)", "sum")
     data = Dataset.of(f[:, None], y, rng.uniform(0.5, 2, size=3_000).astype("f4"), dtype=dtype)
     batch = Batch.of([parse("x1")])
     custom = losses.LossFunction(losses.as_function(loss).row, losses.Closing.SUM)
@@ -130,9 +125,6 @@ def test_nan_where_no_row_has_weight_is_not_lost(engine):
     data = Dataset.of(x[:, None], np.arange(rows), w, dtype="float64")
     outputs = derive(engine, data, [parse("x1")], statistics=True)
     assert np.isnan(outputs.moments[0, 0, [1, 3, 5, 6]]).all()
-
-
-# ------------------------------------------------------------------------- statistics of values
 
 
 @pytest.mark.parametrize(

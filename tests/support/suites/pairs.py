@@ -1,9 +1,5 @@
 """Tests of a `Weigher`, which run on every engine; a module that imports them has ``weigher``."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,28 +12,12 @@ from warpfit_server.engine.search.library import Fit
 Floats = NDArray[np.float64]
 
 
-def plain_errors(
-    target: Floats,
-    weights: Floats,
-    base: Floats,
-    left: NDArray[Any],
-    right: NDArray[Any],
-    *,
-    is_product: bool,
-    beside: bool = True,
-) -> Floats:
-    """Return the error of each pair; infinite for what hardly varies beside the others.
+def plain_errors(target, weights, base, left, right, *, is_product, beside=True):
+    """Return the error of each pair of u [left, rows] and v [right, rows], with weights of sum 1.
 
-    It is infinite, too, if u alone explains the target.
-
-    Args:
-        target: [rows].
-        weights: [rows], with sum 1.
-        base: formulas that are fitted beside each pair, [formulas, rows].
-        left: values of u, [left, rows].
-        right: values of v, [right, rows].
-        is_product: whether pairs are a + c u + b u v, or a + c u + b v.
-        beside: whether c u is there.
+    It is infinite for what hardly varies beside the others, and if u alone explains the target.
+    Pairs are a + c u + b u v, or a + c u + b v if there is no product; c u may be left out.
+    Formulas of the base [formulas, rows] are fitted beside each.
     """
     roots, errors = np.sqrt(weights), np.full((len(left), len(right)), np.inf)
     for i, u in enumerate(left.astype(float)):
@@ -84,9 +64,7 @@ def standardised(target, weights):
 
 
 @settings(
-    deadline=None,
-    max_examples=20,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     seed=st.integers(0, 1000),

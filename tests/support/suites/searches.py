@@ -1,7 +1,5 @@
 """Tests of searches on a GPU; a test module defines the fixture ``engine``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -189,13 +187,9 @@ def test_a_search_has_the_same_front_again(engine, dtype):
     assert found[0].front.losses[-1] < 0.1 * found[0].front.losses[0]
 
 
-@pytest.mark.parametrize("rules", [{"max_size": 1}, {"max_size": 200}, {"max_depth": 3}])
-def test_sizes_on_a_device(engine, rules):
-    found = Searches(engine)(table(), rules=rules, population=40, pairs=False, max_generations=8)
-    assert found.generations == 8
-
-
-@pytest.mark.parametrize("population", [1, 3])
-def test_small_colonies_on_a_device(engine, population):
+@pytest.mark.parametrize(
+    ("rules", "population"), [({"max_size": 1}, 40), ({"max_size": 200}, 3), ({"max_depth": 3}, 1)]
+)
+def test_sizes_on_a_device(engine, rules, population):
     options = {"population": population, "islands": 1, "pairs": False, "max_generations": 8}
-    assert Searches(engine)(table(), **options).generations == 8
+    assert Searches(engine)(table(), rules=rules, **options).generations == 8

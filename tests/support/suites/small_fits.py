@@ -1,7 +1,5 @@
 """Searches that run on a device from pass to pass, beside the host's passes: what tests share."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -9,13 +9,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from support.refusals import refused
 from support.servers.examples import DATA, an_evaluation
 from warpfit.dataset import Dataset, ServerFile
-from warpfit.errors import (
-    DatasetNotFoundError,
-    InvalidArgumentError,
-    ResourceExhaustedError,
-)
+from warpfit.errors import DatasetNotFoundError, InvalidArgumentError, ResourceExhaustedError
 from warpfit.request import Loss
 from warpfit.server_info import Limits
 from warpfit_server import dataset_store
@@ -35,8 +32,6 @@ def key(dataset, tenant=ANONYMOUS):
 
 
 class Store(DatasetStore):
-    """A store with room for so many data sets, and the keys of those that it removes."""
-
     def __init__(self, sets):
         self.table, self.removed = QuotaTable.create(1), []
         limits = Limits(resident_bytes=int(sets * SIZE))
@@ -44,18 +39,12 @@ class Store(DatasetStore):
 
     @contextmanager
     def use(self, key):
-        """Use a data set as a call does."""
         slot = self.find(key).slot
         self.table.use_dataset(slot, 1)
         try:
             yield
         finally:
             self.table.use_dataset(slot, -1)
-
-
-def make_store(sets):
-    store = Store(sets)
-    return store, store.removed
 
 
 def upload(store, dataset, tenant=ANONYMOUS, sets=1000):
@@ -78,12 +67,12 @@ def put(store, dataset, tenant=ANONYMOUS, own_sets=1000):
 
 
 def test_eviction_makes_room_but_not_for_data_sets_in_use():
-    store, removed = make_store(2)
+    store = Store(2)
     put(store, DATA)
     put(store, OTHERS[0])
     with store.use(key(DATA)):
         put(store, OTHERS[1])
-        assert removed == [key(OTHERS[0])]
+        assert store.removed == [key(OTHERS[0])]
         with store.use(key(OTHERS[1])), pytest.raises(ResourceExhaustedError) as caught:
             upload(store, OTHERS[0])
     assert (caught.value.needed, caught.value.available) == (SIZE, 0)
@@ -95,7 +84,7 @@ def test_bad_weights_are_refused(dtype, weight):
     good = Dataset.of(np.zeros((9, 2)), np.zeros(9), np.ones(9), dtype=dtype)
     matrix = good.matrix.copy()
     matrix[-1, 5] = weight
-    store, _ = make_store(5000)
+    store = Store(5000)
     with pytest.raises(InvalidArgumentError, match="row 5") as caught:
         put(store, Dataset(good.layout, matrix))
     assert caught.value.reason == "BAD_WEIGHT"
@@ -108,34 +97,34 @@ def test_rows_that_engines_copy_count_twice():
     whole = Dataset.of(DATA.variables.T, np.arange(10.0), weights)
     weights = np.where(np.arange(10) < 5, 0.0, weights)
     half = Dataset.of(DATA.variables.T, np.arange(10.0), weights)
-    store, _ = make_store(10)
+    store = Store(10)
     put(store, whole)
     before = store.usage().nbytes
     put(store, half)
     assert store.usage().nbytes - before == 1.5 * before
     store.remove(key(half))
     assert store.usage().nbytes == before
-    small, _ = make_store(1.4 * before / SIZE)
+    small = Store(1.4 * before / SIZE)
     with pytest.raises(ResourceExhaustedError, match="are needed"):
         put(small, half)
 
 
 def test_announced_bytes_evict_nothing():
-    store, removed = make_store(2)
+    store = Store(2)
     put(store, DATA, tenant="a")
     put(store, OTHERS[0], tenant="a")
     arriving = upload(store, OTHERS[1], "b")
-    assert (removed, store.usage().nbytes) == ([], 2 * SIZE)
+    assert (store.removed, store.usage().nbytes) == ([], 2 * SIZE)
     for chunk in OTHERS[1].chunks(80):
         arriving.add(chunk)
-        assert removed == [key(DATA, "a")]
+        assert store.removed == [key(DATA, "a")]
         assert store.usage().nbytes <= 2 * SIZE
     arriving.commit()
-    assert removed == [key(DATA, "a")]
+    assert store.removed == [key(DATA, "a")]
 
 
 def test_an_upload_that_runs_out_of_room_gives_its_bytes_back():
-    store, _ = make_store(2)
+    store = Store(2)
     arriving = upload(store, DATA, "a")
     chunks = list(DATA.chunks(SIZE // 2))
     arriving.add(chunks[0])
@@ -150,7 +139,7 @@ def test_an_upload_that_runs_out_of_room_gives_its_bytes_back():
 
 
 def test_what_is_full_for_a_moment_only_is_tried_again():
-    store, _ = make_store(2)
+    store = Store(2)
 
     def retry_after(function, *arguments, **options):
         with pytest.raises(ResourceExhaustedError) as caught:
@@ -169,60 +158,60 @@ def test_what_is_full_for_a_moment_only_is_tried_again():
 
 
 def test_what_was_given_back_stays_and_is_evicted_first():
-    store, removed = make_store(3)
+    store = Store(3)
     keys = [put(store, numbered(number)).key for number in range(3)]
     store.give_back(keys[1])
     store.give_back(keys[2])
-    assert removed == []
+    assert store.removed == []
     with store.use(keys[2]):  # another caller has the same content
         pass
     assert store.count(ANONYMOUS) == 2
     put(store, numbered(3))
-    assert removed == [keys[1]]
+    assert store.removed == [keys[1]]
     put(store, numbered(4))
-    assert removed == keys[1::-1], "then the one that was used least recently"
+    assert store.removed == keys[1::-1], "then the one that was used least recently"
     with pytest.raises(DatasetNotFoundError):
         store.give_back(keys[1])
 
 
 def test_what_another_tenant_gave_back_makes_room_and_else_a_tenant_evicts_its_own():
-    store, removed = make_store(4)
+    store = Store(4)
     back, kept = (put(store, numbered(number), "modest").key for number in range(2))
     store.give_back(back)
     greedy = [put(store, numbered(number), "greedy").key for number in range(8)]
-    assert removed == [back, *greedy[:5]], "though what is kept was used least recently"
+    assert store.removed == [back, *greedy[:5]], "though what is kept was used least recently"
     with store.use(kept):
         pass
 
 
 def test_what_was_given_back_leaves_the_devices_and_is_found_again(monkeypatch):
-    store, unloaded = make_store(3)
+    store = Store(3)
     back, used = (put(store, numbered(number)).key for number in range(2))
     store.give_back(back)
     store.expire(1000)
-    assert unloaded == []
+    assert store.removed == []
     monkeypatch.setattr("warpfit_server.dataset_store._DEVICE_SECONDS", 0.0)
     for _ in range(3):
         store.expire(1000)
-    assert unloaded == [back], "once"
+    assert store.removed == [back], "once"
     with store.use(back), store.use(used):
         store.expire(1000)
     store.expire(1000)
-    assert unloaded == [back]
+    assert store.removed == [back]
     assert store.usage().datasets == 2
 
 
 def test_a_device_without_room_evicts_in_the_same_order_and_nothing_in_use():
-    store, removed = make_store(8)
+    store = Store(8)
     first, second, third = (put(store, numbered(number)).key for number in range(3))
     store.give_back(second)
     with store.use(third):
         assert [store.evict_for_device(ANONYMOUS) for _ in range(3)] == [SIZE, SIZE, 0]
-    assert removed == [second, first]
+    assert store.removed == [second, first]
 
 
 def test_the_same_content_again_keeps_the_older_copy():
-    store, _ = make_store(5000)
+    store = Store(5000)
     first, second = put(store, DATA), put(store, DATA)
     assert (first.is_fresh, second.is_fresh) == (True, False)
     assert first.slot == second.slot
@@ -232,7 +221,7 @@ def test_the_same_content_again_keeps_the_older_copy():
 
 
 def test_removal_waits_for_the_last_use_and_a_new_upload_takes_it_back():
-    store, removed = make_store(5000)
+    store = Store(5000)
     put(store, DATA)
     with store.use(key(DATA)):
         store.remove(key(DATA))
@@ -244,9 +233,9 @@ def test_removal_waits_for_the_last_use_and_a_new_upload_takes_it_back():
         put(store, DATA)
         store.find(key(DATA))
         store.remove(key(DATA))
-        assert removed == []
+        assert store.removed == []
     store.expire(1000)
-    assert removed == [key(DATA)]
+    assert store.removed == [key(DATA)]
     assert store.usage().datasets == store.usage().nbytes == 0
 
 
@@ -262,17 +251,14 @@ def test_front_ends_are_told_what_comes_and_goes_in_that_order():
         put(store, dataset)
     store.remove(key(OTHERS[0]))
     first, second = key(DATA), key(OTHERS[0])
-    assert told == [
-        *(("announced", first), ("withdrawn", first)),
-        *(("announced", second), ("withdrawn", second)),
-    ]
+    assert told == [(what, key) for key in (first, second) for what in ("announced", "withdrawn")]
 
 
 def test_a_tenant_keeps_to_its_own_budget():
-    store, removed = make_store(10)
+    store = Store(10)
     others = put(store, numbered(0), "other").key
     own = [put(store, numbered(number), "a", own_sets=2).key for number in range(3)]
-    assert removed == own[:1]
+    assert store.removed == own[:1]
     with store.use(own[1]), store.use(own[2]), pytest.raises(ResourceExhaustedError):
         put(store, numbered(9), "a", own_sets=2)
     with store.use(others):
@@ -283,36 +269,28 @@ def test_a_tenant_keeps_to_its_own_budget():
 def test_the_number_of_data_sets_is_limited(monkeypatch, most, files):
     monkeypatch.setattr("warpfit_server.dataset_store._MOST_DATASETS", most)
     monkeypatch.setattr("resource.getrlimit", lambda _: (files, files))
-    store, removed = make_store(100)
+    store = Store(100)
     keys = [put(store, numbered(number), "a").key for number in range(5)]
-    assert removed == keys[:2]
-
-
-# ----------------------------------------------------------------- memory that others have used
+    assert store.removed == keys[:2]
 
 
 def test_the_segment_of_an_answer_is_cleared_for_another_tenant():
-    layout = Dataset.of(np.zeros((10, 4), np.float32), np.zeros(10)).layout
-    front = EngineConnection(SegmentPool(256 << 20))
+    front, places = EngineConnection(SegmentPool(256 << 20)), set()
     ours, theirs = Channel.pair()
     engine = FrontEndConnection(ours)
     front.open(theirs)
-    segments = set()
     for tenant in ("alice", "bob"):
-        run = front.start(an_evaluation(loss=Loss.MSE), layout, tenant)
+        run = front.start(an_evaluation(loss=Loss.MSE), DATA.layout, tenant)
         request = engine.receive(*ours.receive())
-        segments.add(request.segment.identifier)
+        places.add(request.segment.identifier)
         values, losses = run.array("values"), run.array("losses")
         if tenant == "bob":  # an engine that writes nothing
-            assert not values.any()
-            assert not losses.any()
-        else:
-            values[...] = 7.0
-            losses[...] = 7.0
+            assert not (values.any() or losses.any())
+        values[...] = losses[...] = 7.0
         engine.send(messages.RequestFinished(request.number))
         run.next_reply()
         run.close()
-    assert len(segments) == 1, "the memory is used again"
+    assert len(places) == 1, "the memory is used again"
 
 
 # ----------------------------------------------------------------- files that a server reads itself
@@ -338,15 +316,7 @@ def read(folder, name="a.parquet", x=(), check=lambda: None, reserve=lambda size
     return folder.read(file, "tenant", Limits(), check, reserve)[0]
 
 
-def reason_of(call, *arguments, **named) -> str:
-    with pytest.raises(InvalidArgumentError) as caught:
-        call(*arguments, **named)
-    return caught.value.reason
-
-
-def test_a_file_is_read_that_was_found_although_its_name_now_leads_elsewhere(
-    folder: DataFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_file_is_read_that_was_found_although_its_name_has_changed(folder, tmp_path, monkeypatch):
     path, secret = tmp_path / "root" / "a.parquet", tmp_path / "secret.parquet"
     write(path)
     write(secret, NUMBERS + 1)
@@ -361,19 +331,19 @@ def test_a_file_is_read_that_was_found_although_its_name_now_leads_elsewhere(
     assert read(folder).content_id == EXPECTED
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(folder: DataFolder, tmp_path: Path):
+def test_a_file_that_changes_while_it_is_read_is_refused(folder, tmp_path):
     path = tmp_path / "root" / "a.parquet"
     write(path)
-    assert reason_of(read, folder, check=lambda: os.utime(path)) == "DATA_CHANGED"
+    refused("DATA_CHANGED", read, folder, check=lambda: os.utime(path))
     assert folder._store.usage().datasets == 0
     assert read(folder).content_id == EXPECTED
 
 
-def test_what_is_no_regular_file_is_not_opened(folder: DataFolder, tmp_path: Path):
+def test_what_is_no_regular_file_is_not_opened(folder, tmp_path):
     os.mkfifo(tmp_path / "root" / "fifo.parquet")
     (tmp_path / "root" / "device.parquet").symlink_to("/dev/zero")
     for name in ("fifo.parquet", "device.parquet", "/dev/zero"):
-        assert reason_of(read, folder, name) == "NO_SUCH_FILE"
+        refused("NO_SUCH_FILE", read, folder, name)
 
 
 def test_decompressed_bytes_are_counted_before_they_are_there(folder: DataFolder, tmp_path: Path):
@@ -393,24 +363,19 @@ def test_decompressed_bytes_are_counted_before_they_are_there(folder: DataFolder
     assert 8_000_000 <= counted[0] < 9_000_000
 
 
-@pytest.mark.parametrize("way", ["existing", "missing", "process", "absolute", "inside"])
-def test_names_that_lead_out_and_in_again_tell_nothing(
-    folder: DataFolder, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../other/../root/a.parquet", "../none/../root/a.parquet", "b/../a.parquet"),
+        *(f"{'../' * 20}proc/self/cwd/a.parquet", "{root}/a.parquet"),
+    ],
+)
+def test_names_that_lead_out_and_in_again_tell_nothing(folder, tmp_path, name, monkeypatch):
     root, told = tmp_path / "root", []
     write(root / "a.parquet")
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(root)
-    name = {
-        "existing": "../other/../root/a.parquet",
-        "missing": "../none/../root/a.parquet",
-        "process": f"{'../' * 20}proc/{os.getpid()}/cwd/a.parquet",
-        "absolute": f"{root}/a.parquet",
-        "inside": "b/../a.parquet",
-    }[way]
-    for each in (name, "none"):
-        with pytest.raises(InvalidArgumentError) as caught:
-            read(folder, each)
-        assert caught.value.reason == "NO_SUCH_FILE"
-        told.append(str(caught.value).replace(each, "none"))
+    for each in (name.format(root=root), "none"):
+        error = refused("NO_SUCH_FILE", read, folder, each)
+        told.append(str(error).replace(each, "none"))
     assert told[0] == told[1], "one answer for all"

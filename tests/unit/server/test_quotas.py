@@ -15,14 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.refusals import refused
 from support.servers.server import eventually
+from warpfit import errors
 from warpfit.dataset import Layout
-from warpfit.errors import (
-    CancelledError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-    ResourceExhaustedError,
-)
 from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import Evaluation, FitRequest, FitSettings, Loss
@@ -39,7 +35,6 @@ ONE = Amounts(calls=1)
 
 @pytest.fixture
 def pair():
-    """Two processes' access to one table."""
     first = QuotaTable.create(2)
     second = QuotaTable(os.dup(first.descriptor), 2, 1)
     yield first, second
@@ -155,8 +150,6 @@ class TestRates:
 
 @pytest.fixture
 def tenants(tmp_path):
-    """Make the limits that a tenants file with some text gives to several tenants."""
-
     def make(text, server=None):
         path = tmp_path / "tenants.toml"
         path.write_text(text)
@@ -168,12 +161,12 @@ def tenants(tmp_path):
 def test_sections_narrow_the_default_which_narrows_the_server(tenants):
     book = tenants(
         '[default]\nrows = 10\nrate = 3.5\n[tenants.a]\nresident_bytes = "1MiB"\nrows = 20\n'
-        "requests = 1000\n[tenants.b]\nsuspended = true\n",
+        "requests = 1000\n[tenants.b]\nsuspended = true\n"
     )
     a, other = book.limits("a"), book.limits("c")
     assert (a.rows, a.resident_bytes, a.rate, a.requests) == (20, 1 << 20, 3.5, 32)
     assert (other.rows, other.rate, other.requests) == (10, 3.5, 32)
-    with pytest.raises(PermissionDeniedError):
+    with pytest.raises(errors.PermissionDeniedError):
         book.limits("b")
     # A single tenant may use the whole server.
     assert TenantLimits(Limits(), None, shared=False).limits(ANONYMOUS) == Limits()
@@ -191,28 +184,15 @@ def test_the_file_narrows_what_the_server_bounds_and_sets_the_rest(tenants, name
 @pytest.mark.parametrize(
     "text",
     [
-        "[default]\nspeed = 3\n",
-        "[default]\nrows = -1\n",
-        "[default]\nrows = true\n",
-        '[default]\nrows = "many"\n',
-        "[tenants.a]\nsuspended = 1\n",
-        "[tenant.a]\nrows = 3\n",
-        "tenants = 3\n",
-        "default = 3\n",
-        "[tenants]\na = 3\n",
-        "[default]\nrate = nan\n",
-        "[default]\nrate = inf\n",
-        "[default]\nrequests = inf\n",
-        f"[default]\nrows = {2**63}\n",
-        "[default]\nrequests = 0.5\n",
-        f"a = {'[' * 5_000}",
-        "nonsense",
+        *(f"[default]\nrows = {value}\n" for value in ("-1", "true", '"many"', 2**63)),
+        *(f"[default]\n{line}\n" for line in ("speed = 3", "rate = nan", "rate = inf")),
+        *("[default]\nrequests = inf\n", "[default]\nrequests = 0.5\n"),
+        *("[tenants.a]\nsuspended = 1\n", "[tenant.a]\nrows = 3\n", "[tenants]\na = 3\n"),
+        *("tenants = 3\n", "default = 3\n", f"a = {'[' * 5_000}", "nonsense"),
     ],
 )
 def test_wrong_files_are_refused(tenants, text):
-    with pytest.raises(InvalidArgumentError) as caught:
-        tenants(text)
-    assert caught.value.reason == "BAD_TENANTS_FILE"
+    refused("BAD_TENANTS_FILE", tenants, text)
 
 
 def test_a_changed_file_is_read_again_unless_it_is_wrong(tenants, tmp_path, monkeypatch):
@@ -233,9 +213,6 @@ def test_keys_of_tenants_differ(one, other, content_id):
 # -------------------------------------------------------------------------------------------- turns
 
 
-TENANTS = ("greedy", "greedy", "modest", "third")
-
-
 def test_every_thread_gets_in_and_never_too_many_at_once():
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -245,16 +222,15 @@ def test_every_thread_gets_in_and_never_too_many_at_once():
     def call(tenant):
         for _ in range(50):
             shared.acquire(tenant)
-            with counting:
-                inside[tenant] += 1
-                most[tenant] = max(most[tenant], inside[tenant])
-            time.sleep(0)
-            with counting:
-                inside[tenant] -= 1
+            for step in (1, -1):
+                with counting:
+                    inside[tenant] += step
+                    most[tenant] = max(most[tenant], inside[tenant])
+                time.sleep(0)
             shared.release(tenant)
 
     with ThreadPoolExecutor(12) as pool:
-        list(pool.map(call, TENANTS * 3, timeout=30))
+        list(pool.map(call, ("greedy", "greedy", "modest", "third") * 3, timeout=30))
     sys.setswitchinterval(before)
     assert most["greedy"] <= module._MOST
     assert (shared._inside, shared._waiting) == (Counter(), {})
@@ -292,7 +268,7 @@ def test_a_tenant_that_has_used_more_than_its_share_rests_while_another_one_call
     assert min(seconds("greedy") for _ in range(3)) < 0.1, "it is alone"
     assert min(seconds("modest") for _ in range(3)) < 0.1
     assert seconds("greedy") > 0.1
-    with pytest.raises(CancelledError):
+    with pytest.raises(errors.CancelledError):
         shared.acquire("greedy", _end)
     assert (shared._inside, shared._waiting) == ({}, {})
     time.sleep(module._CALLING_SECONDS)
@@ -323,7 +299,7 @@ def test_what_a_tenant_has_used_is_forgiven_in_time():
 
 
 def _end():
-    raise CancelledError("the call has ended", "CANCELLED")
+    raise errors.CancelledError("the call has ended", "CANCELLED")
 
 
 # ---------------------------------------------------------------------------------------- admission
@@ -354,7 +330,7 @@ def count(take, admission, tenant):
     for number in range(1000):
         try:
             take(admission, tenant)
-        except ResourceExhaustedError:
+        except errors.ResourceExhaustedError:
             return number
     raise AssertionError("nothing is refused")
 
@@ -363,7 +339,7 @@ class TestPlaces:
     def test_a_call_without_a_place_is_refused_until_another_leaves(self):
         admission = make_admission(max_requests=1)
         enter(admission, "a")
-        with pytest.raises(ResourceExhaustedError) as caught:
+        with pytest.raises(errors.ResourceExhaustedError) as caught:
             enter(admission, "b")
         assert caught.value.reason == "TOO_MANY_REQUESTS"
         assert caught.value.retry_after > 0
@@ -392,13 +368,13 @@ class TestPlaces:
         admission = make_admission(max_pending_bytes=12 << 20)
         for _ in range(3):
             admission.await_message("a")
-        with pytest.raises(ResourceExhaustedError) as caught:
+        with pytest.raises(errors.ResourceExhaustedError) as caught:
             admission.await_message("b")
         assert (caught.value.reason, caught.value.retry_after > 0) == ("QUEUE_FULL", True)
         assert "--max-pending-bytes" in caught.value.remedy
         admission.enter("a", admission.limits("a"), 100, admission.message_bytes)
         assert admission.quotas.in_flight("a") == Amounts(1, (8 << 20) + 100, 0)
-        with pytest.raises(ResourceExhaustedError):
+        with pytest.raises(errors.ResourceExhaustedError):
             admission.await_message("b")
         admission.leave("a", (1, 100))
         admission.await_message("b")
@@ -407,7 +383,7 @@ class TestPlaces:
         admission = make_admission(max_requests=7)
         for _ in range(7):
             enter(admission, "a")
-        with pytest.raises(ResourceExhaustedError) as caught:
+        with pytest.raises(errors.ResourceExhaustedError) as caught:
             admission.enter("b", replace(admission.limits("b"), requests=8), 1, 0)
         assert caught.value.needed == 1
         assert str(caught.value).count("7") == 1, "the limit alone"
@@ -415,7 +391,7 @@ class TestPlaces:
         count(enter, shared, "a")
         for _ in range(16):
             enter(shared, "b")
-        with pytest.raises(ResourceExhaustedError, match="the limit of the server is 64"):
+        with pytest.raises(errors.ResourceExhaustedError, match="the limit of the server is 64"):
             enter(shared, "b")
 
     def test_refused_calls_retry_at_different_moments(self):
@@ -426,7 +402,7 @@ class TestPlaces:
                 held.enter_context(reserve(admission, rows=10**8))  # 0.03 s each
             moments = []
             for _ in range(8):
-                with pytest.raises(ResourceExhaustedError) as caught:
+                with pytest.raises(errors.ResourceExhaustedError) as caught:
                     enter(admission, "b")
                 moments.append(caught.value.retry_after)
         assert np.diff(sorted(moments)).min() > 0.02
@@ -440,7 +416,7 @@ class TestQueue:
             for _ in range(2):  # each takes hours, and counts as half of the queue
                 held.enter_context(reserve(admission, rows=10**14))
             assert admission.quotas.in_flight("a").engine_ns == 10**9
-            with pytest.raises(ResourceExhaustedError, match="of this tenant"):
+            with pytest.raises(errors.ResourceExhaustedError, match="of this tenant"):
                 held.enter_context(reserve(admission, rows=10**6))
             for _ in range(2):
                 held.enter_context(reserve(admission, rows=10**14, tenant="b"))
@@ -450,13 +426,13 @@ class TestQueue:
         admission = make_admission(shared=shared, max_pending_bytes=100)
         if shared:
             with (
-                pytest.raises(ResourceExhaustedError) as caught,
+                pytest.raises(errors.ResourceExhaustedError) as caught,
                 admission.reserved("a", 70, message=6),
             ):
                 pass
             assert (caught.value.reason, caught.value.retry_after) == ("RESULT_TOO_LARGE", None)
             assert (caught.value.needed, caught.value.available) == (76, 50)
-        too_many = pytest.raises(ResourceExhaustedError, match="too many")
+        too_many = pytest.raises(errors.ResourceExhaustedError, match="too many")
         with (
             admission.reserved("a", 45 if shared else 200, message=5),
             nullcontext() if shared else too_many,

@@ -1,9 +1,6 @@
 """Losses, gradients, scaling and correlations that are made of the sums of engines."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -101,7 +98,7 @@ def test_linear_scaling_is_weighted_least_squares(seed, a, b):
     assert np.isnan(correlation(constant))
 
 
-@pytest.mark.parametrize("scale", [1e150, 1e-150, 1e-153, 1e-156, 1e-158, 1e-160, 1e-161])
+@pytest.mark.parametrize("scale", [1e150, 1e-153, 1e-156, 1e-161])
 def test_a_quotient_that_has_lost_its_digits_is_no_number(scale):
     """Squares below 1e-308 have fewer and fewer digits; quotients of their sums would tell none."""
     f, noise = np.random.default_rng(4).normal(size=(2, 40))
@@ -112,9 +109,8 @@ def test_a_quotient_that_has_lost_its_digits_is_no_number(scale):
         moments = np.tile(moments_of(f * unit, y * unit, np.ones(40)), (7, 2, 1))
         squares = float(np.sum(np.square(noise * unit)))
         wished = {"loss": Loss.NMSE, "linear_scaling": True, "correlation": True}
-        outputs, (_, scaling, correlations), _ = finalized(
-            dataset, squares, None, moments, **wished
-        )
+        given = dataset, squares, None, moments
+        outputs, (_, scaling, correlations), _ = finalized(*given, **wished)
         alone, _, _ = finalized(dataset, squares, loss=Loss.R2)
         return [scaling[0, 0, 0], correlations[0, 0], outputs.losses[0, 0], alone.losses[0, 0]]
 
@@ -127,10 +123,8 @@ def test_a_quotient_that_has_lost_its_digits_is_no_number(scale):
 def test_sums_become_the_losses_and_gradients_of_the_reference(closing, row):
     loss = LossFunction.parse(row).row
     wished = {"values": False, "gradient": True, "variable_gradient": True}
-    asked, summed = (
-        evaluation(custom_loss=LossFunction(loss, each), **wished)
-        for each in (closing, Closing.SUM)
-    )
+    asked = evaluation(custom_loss=LossFunction(loss, closing), **wished)
+    summed = evaluation(custom_loss=LossFunction(loss, Closing.SUM), **wished)
     expected, sums = reference.evaluate(asked, DATA), reference.evaluate(summed, DATA)
     outputs = Outputs(
         *(None, sums.losses.copy(), np.zeros(1, np.uint8), lambda _: None),
@@ -143,21 +137,11 @@ def test_sums_become_the_losses_and_gradients_of_the_reference(closing, row):
         np.testing.assert_allclose(getattr(outputs, name), getattr(expected, name), rtol=1e-12)
 
 
-# --------------------------------------------------------------------------------- the tree of sums
-
-
 ROWS = 41_000
 TREE_DATA = {dtype: make_dataset(ROWS, dtype, weights=True) for dtype in ("float32", "float64")}
 BLOCK = {"float32": 2048, "float64": 1024}
 #: Programs whose parameters' derivatives are columns, and so sums over rows themselves.
 LINEAR = [parse("p1*x1 + p2*x2*x3"), parse("exp(x1)*p1 - x4")], [[0.3, 0.7], [1.1]]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[CpuEngine]:
-    made = CpuEngine(threads=2)
-    yield made
-    made.close()
 
 
 def tree_sum(blocks: dict[int, np.ndarray]) -> np.ndarray:
@@ -191,21 +175,13 @@ def sums(engine, data, programs, parameters, rows, *, of_first=False) -> list[np
 
 
 @settings(max_examples=8, deadline=None)
-@given(
-    st.sampled_from(["float32", "float64"]),
-    st.integers(0, ROWS - 1),
-    st.one_of(st.just(ROWS), st.integers(1, ROWS)),
-)
+@given(st.sampled_from([*BLOCK]), st.integers(0, ROWS - 1), st.just(ROWS) | st.integers(1, ROWS))
 def test_the_whole_is_the_tree_of_its_blocks(engine, dtype, start, length):
-    stop, block, given = (
-        min(ROWS, start + length),
-        BLOCK[dtype],
-        (engine, TREE_DATA[dtype], *LINEAR),
-    )
-    parts = {
-        number: sums(*given, (max(start, number * block), min(stop, (number + 1) * block)))
-        for number in range(start // block, -(-stop // block))
-    }
+    stop, block, data = min(ROWS, start + length), BLOCK[dtype], TREE_DATA[dtype]
+    given, parts = (engine, data, *LINEAR), {}
+    for number in range(start // block, -(-stop // block)):
+        bounds = max(start, number * block), min(stop, (number + 1) * block)
+        parts[number] = sums(*given, bounds)
     whole = sums(*given, (start, stop))
     np.testing.assert_array_equal(whole, tree_sum(parts))
     np.testing.assert_array_equal(whole, sum_nodes(np.stack(list(parts.values())), min(parts)))
@@ -222,29 +198,9 @@ def test_neither_threads_nor_cuts_nor_other_programs_change_a_bit(engine, rows, 
     expected = answer(engine)
     np.testing.assert_array_equal(answer(engine, 1), expected)
     usual = interpreter.MOST_BLOCKS, interpreter.MOST_SUMS
-    for threads, blocks, most in (
-        *((1, *usual), (3, *usual), (2, 1, 2**25), (2, 3, 2**25), (2, 64, 1), (2, 10**6, 2**25)),
-    ):
+    for threads, blocks, most in ((1, *usual), (3, *usual), (2, 3, 2**25), (2, 64, 1)):
         monkeypatch.setattr(interpreter, "MOST_BLOCKS", blocks)
         monkeypatch.setattr(interpreter, "MOST_SUMS", most)
         other = CpuEngine(threads)
         np.testing.assert_array_equal(answer(other), expected)
         other.close()
-
-
-@given(st.data())
-def test_moments_are_of_all_rows_wherever_these_begin(engine, data):
-    """Around the ends of nodes of every level neighbours are far apart in the tree."""
-    dtype = data.draw(st.sampled_from(list(TREE_DATA)))
-    block = BLOCK[dtype]
-    end = block << data.draw(st.integers(0, 4))
-    start = max(end - data.draw(st.integers(1, 4 * block)), 0)
-    stop = end + data.draw(st.integers(1, 4 * block))
-    programs = [parse("x1 * x2 + x3")], [[]]
-    found = derive(engine, TREE_DATA[dtype], *programs, statistics=True, rows=(start, stop))
-    columns = TREE_DATA[dtype].matrix[:, start:stop].astype(np.float64)
-    weights = columns[-1]
-    value = columns[0] * columns[1] + columns[2]
-    mean = np.average(value, weights=weights)
-    expected = [weights.sum(), mean, weights @ np.square(value - mean)]
-    np.testing.assert_allclose(found.moments[0, 0, [0, 1, 3]], expected, rtol=1e-5)

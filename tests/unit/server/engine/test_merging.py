@@ -1,7 +1,5 @@
 """Which requests are merged, and batches in segments."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -26,8 +24,6 @@ BATCH = Batch.of(*thesis_mix(1, 400, variables=12))
 
 
 class FakeEngine:
-    """An engine that has loaded a data set."""
-
     step_size = 1 << 40
 
     def __init__(self):
@@ -64,7 +60,6 @@ def plan(engine):
 
 @pytest.fixture
 def key(plan):
-    """Return a function that tells the key of a request for some programs."""
     return lambda *given, **options: plan(*given, **options).merge_key
 
 
@@ -143,12 +138,6 @@ def test_engines_look_for_kernels_of_batches_that_have_come_before_alone(plan, o
 
 ARRAYS = ("codes", "values", "lengths", "parameter_counts", "parameters")
 PARTS = ((0, 7), (7, 8), (8, 60))
-SUM = """
-from support.random_programs import thesis_mix
-from warpfit.ir import Batch
-from warpfit_server.shared_batch import BatchSummary
-print(BatchSummary.of(Batch.of(*thesis_mix(1, 50))).identity)
-"""
 
 
 def assert_same(found, expected, *, strict=True):
@@ -176,18 +165,21 @@ def test_batches_are_known_by_their_tokens_and_not_by_parameters(identify):
 
 
 def test_all_processes_have_the_same_hash():
-    command = [sys.executable, "-c", SUM]
+    code = (
+        "from support.random_programs import thesis_mix; from warpfit.ir import Batch; "
+        "from warpfit_server.shared_batch import BatchSummary; "
+        "print(BatchSummary.of(Batch.of(*thesis_mix(1, 50))).identity)"
+    )
     tests = Path(__file__).parents[3]  # where it finds `support`
-    found = subprocess.run(command, cwd=tests, capture_output=True, check=True, text=True)
-    assert int(found.stdout) == BatchSummary.of(Batch.of(*thesis_mix(1, 50))).identity
+    found = subprocess.check_output([sys.executable, "-c", code], cwd=tests)
+    assert int(found) == BatchSummary.of(Batch.of(*thesis_mix(1, 50))).identity
 
 
 @pytest.mark.parametrize("vectors", [1, 3])
 def test_a_batch_lies_in_a_segment_as_it_was_sent(vectors):
     batch = whole_batch(vectors)
-    request = written(
-        Evaluation(DATASET.content_id, batch, loss=Loss.MSE, values=False), DATASET.layout
-    )
+    asked = Evaluation(DATASET.content_id, batch, loss=Loss.MSE, values=False)
+    request = written(asked, DATASET.layout)
     layout = request.segment_layout
     found = layout.batch(request.segment)
     assert_same(found, batch)

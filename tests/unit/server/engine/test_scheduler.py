@@ -1,7 +1,5 @@
 """The fair queue, simulated with arrivals of many tenants, and suspects, which run alone."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections import defaultdict
@@ -44,7 +42,6 @@ class Simulation:
         self.scheduler = Scheduler(self.merged_size)
 
     def run(self, calls, until):
-        """Run calls that arrive in time."""
         waiting = sorted(calls, key=lambda c: c.arrived)
         running = []
         while self.now < until:
@@ -73,7 +70,7 @@ class Simulation:
                         one.ended = self.now
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_backlogged_tenants_get_equal_shares(seed):
     rng = random.Random(seed)
     calls = []
@@ -90,7 +87,7 @@ def test_backlogged_tenants_get_equal_shares(seed):
     assert max(shares) - min(shares) < 0.05
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_modest_tenant_waits_for_running_steps_only_beside_greedy_ones(seed):
     rng = random.Random(seed)
     greedy = [
@@ -104,7 +101,7 @@ def test_a_modest_tenant_waits_for_running_steps_only_beside_greedy_ones(seed):
     assert max(waits) <= 2 * STEP
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_neither_fits_nor_small_calls_of_a_tenant_starve(seed):
     rng = random.Random(seed)
     fits = [call("one", 0.0, 0.3) for _ in range(4)]
@@ -135,15 +132,13 @@ def test_steps_that_share_cores_run_one_at_a_time_while_several_tenants_are_acti
     scheduler.ran(first, 0.1)
     assert scheduler.next() == []
     scheduler.ran(second, 0.1)
-    assert scheduler.next() == [modest]
-    assert scheduler.next() == []
+    assert [scheduler.next(), scheduler.next()] == [[modest], []]
     scheduler.ran([modest], 0.004)
-    assert scheduler.next() == [greedy[2]]
-    assert scheduler.next() == [], "the modest tenant was active a moment ago"
+    both = [scheduler.next(), scheduler.next()]
+    assert both == [[greedy[2]], []], "the modest tenant was active a moment ago"
     scheduler.ran([greedy[2]], 2.0)
-    assert [scheduler.next(), scheduler.next(), scheduler.next()] == [
-        [one] for one in greedy[3:6]
-    ], "the modest tenant has not come back for long"
+    three = [scheduler.next() for _ in range(3)]
+    assert three == [[one] for one in greedy[3:6]], "the modest tenant has not come back for long"
 
 
 def test_a_step_that_is_overdue_runs_beside_one_of_another_tenant():
@@ -158,8 +153,8 @@ def test_a_step_that_is_overdue_runs_beside_one_of_another_tenant():
     assert scheduler.next() == []
     assert scheduler.timeout is not None, "somebody looks again"
     now[0] += 2 * scheduler.timeout
-    assert scheduler.next() == [small], "not the other one of the greedy tenant"
-    assert scheduler.next() == []
+    both = [scheduler.next(), scheduler.next()]
+    assert both == [[small], []], "not the other one of the greedy tenant"
     scheduler.ran([small], 0.001)
     scheduler.ended([small], [])
     assert scheduler.next() == []
@@ -294,9 +289,7 @@ def test_a_suspect_that_takes_too_long_runs_beside_others_and_its_state_says_so(
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_a_suspect_waits_for_a_long_step_for_some_time_and_not_once_it_is_cancelled(
-    steps, is_cancelled
-):
+def test_a_suspect_waits_for_a_long_step_for_a_while_and_not_if_cancelled(steps, is_cancelled):
     long = steps.add("long")
     steps.next()
     suspect = steps.add("suspect", 2.0)

@@ -56,7 +56,6 @@ class Front:
         return self.calls.submit(call)
 
     def answer_one(self, engine):
-        """Start a request and reply to it."""
         run = self.start()
         waiting = self.wait_for(run)
         engine.send(messages.RequestFinished(run.number))

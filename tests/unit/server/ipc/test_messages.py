@@ -17,7 +17,6 @@ from support.random_programs import thesis_mix
 from support.servers.examples import DATA, an_evaluation
 from warpfit.errors import InternalError, ResourceExhaustedError, UnavailableError
 from warpfit.ir import Batch
-from warpfit.losses import huber
 from warpfit.request import Loss, Tier, Timings
 from warpfit_server.config import Config
 from warpfit_server.ipc import messages
@@ -46,8 +45,7 @@ def test_messages_arrive_whole_and_in_order(ends):
         pool.submit(lambda: [ours.send(note(size)) for size in sizes])
         for size in sizes:
             message, descriptor = theirs.receive()
-            assert (len(message.key), message.error.reason) == (size, "REASON")
-            assert descriptor is None
+            assert (len(message.key), message.error.reason, descriptor) == (size, "REASON", None)
 
 
 def test_the_messages_of_every_call_arrive_as_they_were(ends):
@@ -70,20 +68,18 @@ def test_the_messages_of_every_call_arrive_as_they_were(ends):
 
 def test_descriptors_belong_to_their_messages(ends, tmp_path):
     ours, theirs = ends
-    files = [(tmp_path / str(number)).open("w+") for number in range(6)]
-    for number, file in enumerate(files):
-        file.write(str(number))
-        file.flush()
+    for number in range(6):
+        path = tmp_path / str(number)
+        path.write_text(str(number))
         ours.send(note(number))
-        ours.send(note(100 + number), file.fileno())
+        with path.open() as file:
+            ours.send(note(100 + number), file.fileno())
     for number in range(6):
         assert theirs.receive()[1] is None
         message, descriptor = theirs.receive()
         assert len(message.key) == 100 + number
         assert os.pread(descriptor, 10, 0) == str(number).encode()
         os.close(descriptor)
-    for file in files:
-        file.close()
 
 
 def test_a_message_that_is_too_long_fails_alone(ends):
@@ -138,7 +134,6 @@ def files() -> int:
 
 @contextmanager
 def few_files(count: int):
-    """Let this process open so many more files."""
     gc.collect()  # what earlier tests have left would close files meanwhile
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
@@ -153,15 +148,8 @@ def few_files(count: int):
 
 
 @pytest.mark.parametrize("programs", [1, 7, 30])
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"loss": Loss.MSE, "gradient": True},
-        {"custom_loss": huber(0.5), "values": False},
-        {"loss": Loss.SSE, "gradient": True, "jacobian": True, "variable_gradient": True},
-    ],
-)
-def test_arrays_of_a_request_lie_one_after_the_other(programs, asked):
+def test_arrays_of_a_request_lie_one_after_the_other(programs):
+    asked = {"loss": Loss.SSE, "gradient": True, "jacobian": True, "variable_gradient": True}
     evaluation = an_evaluation(batch=Batch.of(*thesis_mix(4, programs, variables=4)), **asked)
     found = SegmentLayout.of(evaluation, DATA.layout)
     places = sorted(
@@ -231,8 +219,8 @@ def test_a_reserve_lends_its_descriptors_when_there_are_no_others():
     assert files() == before - 4
 
 
-@pytest.mark.parametrize("processes", [1, 4, 16])
-@pytest.mark.parametrize("limit", [256, 1024, 20_000])
+@pytest.mark.parametrize("processes", [1, 16])
+@pytest.mark.parametrize("limit", [256, 20_000])
 def test_what_a_front_end_may_hold_fits_its_descriptors(monkeypatch, processes, limit):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
     monkeypatch.setattr("warpfit_server.config.available_memory", lambda: 2 << 30)

@@ -13,15 +13,13 @@ from warpfit.losses import huber
 from warpfit.request import FitSettings, Loss
 from warpfit.searching import Form, SearchRequest
 from warpfit_server.ipc.engine_connection import InFlightRequest
-from warpfit_server.ipc.quarantine import BatchOutcome, Quarantine, Suspects, digest
+from warpfit_server.ipc.quarantine import BatchOutcome, Suspects, digest
 from warpfit_server.ipc.segments import ALONE, BEGUN, PROVEN
 
 D, E = b"data set", b"another one"
 
 
 class Engines:
-    """Engines that die one after the other, and their quarantine."""
-
     def __init__(self):
         self.now = 0.0
         self.quarantine = Quarantine(lambda: self.now)
@@ -47,7 +45,6 @@ class Engines:
             self.seconds(batch, dataset)
         except FailedPreconditionError as error:
             return error.reason
-        return None
 
 
 @pytest.fixture
@@ -169,19 +166,16 @@ class TestQuarantine:
 def test_the_digest_covers_the_whole_request():
     asked = an_evaluation(loss=Loss.MSE)
     batch = asked.batch
-    others = [
-        replace(asked, rows=(0, 5)),
-        replace(asked, loss=Loss.MAE),
-        replace(asked, loss=None, custom_loss=huber()),
-        replace(asked, gradient=True),
-        replace(asked, dataset_id=bytes(32)),
-        replace(asked, batch=replace(batch, parameters=batch.parameters + 1)),
-        replace(asked, batch=replace(batch, values=batch.values + 1)),
+    changes = [
+        *({}, {"rows": (0, 5)}, {"loss": Loss.MAE}, {"loss": None, "custom_loss": huber()}),
+        *({"gradient": True}, {"dataset_id": bytes(32)}),
+        {"batch": replace(batch, parameters=batch.parameters + 1)},
+        {"batch": replace(batch, values=batch.values + 1)},
     ]
-    names = {digest(one) for one in (asked, *others)}
+    names = {digest(replace(asked, **change)) for change in changes}
     names.add(digest(asked, FitSettings(lower=np.zeros(3))))
     names.add(digest(asked, FitSettings(upper=np.zeros(3))))
-    assert len(names) == len(others) + 3
+    assert len(names) == len(changes) + 2
     assert digest(asked) == digest(an_evaluation(loss=Loss.MSE))
 
 

@@ -1,7 +1,5 @@
 """Health checks, exposed addresses, threads of a port, and statuses of errors."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.servers.health import check
 from support.servers.network import RawConnection
 from support.servers.server import eventually
+from warpfit import errors
 from warpfit.codec import ERROR_METADATA_KEY
-from warpfit.errors import (
-    CancelledError,
-    InvalidArgumentError,
-    ProgramError,
-    ResourceExhaustedError,
-)
 from warpfit_server.config import Config
 from warpfit_server.machine import reserve_port
 from warpfit_server.rpc import servicer
@@ -116,56 +109,35 @@ def test_a_client_that_does_not_read_delays_nobody(health, address, stub):
         heard.cancel()
 
 
-# ------------------------------------------------------------------------------------- certificates
-
-
-TENANTS = {"token_file": "tokens"}
+TENANTS, OPEN = {"token_file": "tokens"}, {"insecure": True}
 PUBLIC = {"metrics_port": "0.0.0.0:9464"}
-
-
 TLS = {"tls_cert": "a", "tls_key": "b"}
+EXPOSING = (
+    *(TENANTS | PUBLIC, TLS | {"tls_client_ca": "x"} | PUBLIC, TENANTS | PUBLIC | OPEN),
+    TENANTS | {"metrics_port": "[::]:9464"},
+)
 
 
 @pytest.mark.parametrize(
     ("settings", "reason", "consent"),
     [
-        *(
-            ({"host": host}, "INSECURE", consent)
-            for host in ("0.0.0.0", "::", "10.0.0.1", "example.org")
-            for consent in ({"insecure": True}, TLS)
-        ),
-        ({"tls_cert": "a", "insecure": True}, "INCOMPLETE_CERTIFICATE", {"tls_key": "b"}),
-        ({"tls_key": "b", "insecure": True}, "INCOMPLETE_CERTIFICATE", {"tls_cert": "a"}),
-        ({"tls_client_ca": "c", "insecure": True}, "INCOMPLETE_CERTIFICATE", TLS),
+        *(({"host": host}, "INSECURE", OPEN) for host in ("0.0.0.0", "10.0.0.1", "example.org")),
+        ({"host": "::"}, "INSECURE", TLS),
+        ({"tls_cert": "a"} | OPEN, "INCOMPLETE_CERTIFICATE", {"tls_key": "b"}),
+        ({"tls_key": "b"} | OPEN, "INCOMPLETE_CERTIFICATE", {"tls_cert": "a"}),
+        ({"tls_client_ca": "c"} | OPEN, "INCOMPLETE_CERTIFICATE", TLS),
         # Metrics name tenants.
-        *(
-            (settings, "TENANTS_EXPOSED", {"expose_tenants": True})
-            for settings in (
-                TENANTS | PUBLIC,
-                TLS | {"tls_client_ca": "x"} | PUBLIC,
-                TENANTS | PUBLIC | {"insecure": True},
-                TENANTS | {"metrics_port": "[::]:9464"},
-            )
-        ),
+        *((settings, "TENANTS_EXPOSED", {"expose_tenants": True}) for settings in EXPOSING),
     ],
 )
 def test_what_others_could_read_needs_tls_or_consent(settings, reason, consent, monkeypatch):
     monkeypatch.setattr("socket.getaddrinfo", lambda *_: [])  # no machine need know the name
-    with pytest.raises(InvalidArgumentError) as caught:
+    with pytest.raises(errors.InvalidArgumentError) as caught:
         Config(**settings).check_exposure()
     assert caught.value.reason == reason
     if reason == "TENANTS_EXPOSED":
         assert "--metrics-port 127.0.0.1:9464" in str(caught.value)
     Config(**(settings | consent)).check_exposure()
-
-
-def test_metrics_and_health_listen_on_loopback_by_default():
-    flags = ["--host", "0.0.0.0", "--insecure", "--metrics-port", "0", "--health-port=7"]
-    config = Config.from_arguments(flags, {})
-    assert (config.metrics_port, config.health_port) == ("127.0.0.1:0", "127.0.0.1:7")
-
-
-# -------------------------------------------------------------------------------- threads of a port
 
 
 def count(name):
@@ -203,10 +175,7 @@ def test_calls_wait_where_all_threads_are_busy_or_the_system_has_no_more(monkeyp
 
     few, go = CallThreads(2, "few"), threading.Event()
     first = few.submit(go.wait, 10)
-
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
+    refuse = Mock(side_effect=RuntimeError("can't start new thread"))
     monkeypatch.setattr(threading.Thread, "start", refuse)
     second = few.submit(abs, -2)
     go.set()
@@ -219,7 +188,6 @@ def test_calls_wait_where_all_threads_are_busy_or_the_system_has_no_more(monkeyp
 
 
 def sent_status(error):
-    """Return the status that a failed call is sent, serialized."""
     context = Mock()
     context.code.return_value = None
     fail_call(context, error, (("x-request-id", "1"),))
@@ -241,7 +209,7 @@ def unpack(error, kind):
 
 
 def test_a_wrong_token_is_a_field_violation_with_its_place():
-    error = ProgramError("what", "STACK_UNDERFLOW", "mend", "programs", 3, 4)
+    error = errors.ProgramError("what", "STACK_UNDERFLOW", "mend", "programs", 3, 4)
     violation = unpack(error, error_details_pb2.BadRequest).field_violations[0]
     assert (violation.field, violation.description) == ("programs[3].tokens[4]", "what")
     info = unpack(error, error_details_pb2.ErrorInfo)
@@ -250,7 +218,9 @@ def test_a_wrong_token_is_a_field_violation_with_its_place():
 
 
 def test_an_exceeded_limit_is_a_quota_failure_with_a_retry_delay():
-    error = ResourceExhaustedError("what", "QUEUE_FULL", needed=5, available=3, retry_after=1.5)
+    error = errors.ResourceExhaustedError(
+        "what", "QUEUE_FULL", needed=5, available=3, retry_after=1.5
+    )
     delay = unpack(error, error_details_pb2.RetryInfo).retry_delay
     assert delay.ToNanoseconds() == 1_500_000_000
     assert unpack(error, error_details_pb2.QuotaFailure).violations[0].subject == "QUEUE_FULL"
@@ -261,7 +231,7 @@ def test_an_exceeded_limit_is_a_quota_failure_with_a_retry_delay():
 @pytest.mark.parametrize("character", ["x", "\u20ac", "\n"])
 def test_an_error_that_quotes_much_fits_the_metadata_of_a_call(character):
     much = character * 100_000
-    error = InvalidArgumentError(much, much, much, much, 1 << 70, 1 << 70, 1 << 70, 1 << 70)
+    error = errors.InvalidArgumentError(much, much, much, much, 1 << 70, 1 << 70, 1 << 70, 1 << 70)
     printable = "".join(chr(c) for c in range(32, 127) if chr(c) != "%")
     message = quote(str(error), safe=printable)  # as gRPC encodes the message of a status
     encoded = 4 * -(-len(sent_status(error)) // 3)
@@ -274,5 +244,5 @@ def test_a_call_whose_deadline_has_passed_is_not_called_cancelled(remaining, sta
     context = Mock()
     context.code.return_value = None
     context.time_remaining.return_value = remaining
-    fail_call(context, CancelledError("the call has ended", "CANCELLED"), ())
+    fail_call(context, errors.CancelledError("the call has ended", "CANCELLED"), ())
     context.set_code.assert_called_once_with(grpc.StatusCode[status])

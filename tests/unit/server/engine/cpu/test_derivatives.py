@@ -1,7 +1,5 @@
 """Derivatives, row losses and statistics of the CPU engine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 
@@ -28,11 +26,7 @@ from warpfit_server.engine.cpu.interpreter import cut_instances, weights_of
 from warpfit_server.engine.evaluation import reduce_to_sums
 from warpfit_server.engine.interface import Selection, run_to_end
 
-FLAVOURS = [
-    ("float64", Precision.PRECISE, 1e-9),
-    ("float32", Precision.PRECISE, 1e-4),
-    ("float32", Precision.FAST, 1e-4),
-]
+FLAVOURS = [("float64", Precision.PRECISE, 1e-9), *(("float32", mode, 1e-4) for mode in Precision)]
 
 
 @pytest.fixture(scope="module", params=FLAVOURS, ids=lambda flavour: f"{flavour[0]}-{flavour[1]}")
@@ -68,8 +62,7 @@ def test_plans_of_fits_are_kept_and_told_apart():
         found = run_to_end(kept.linearise(problem, loss, selection=selection, **options))
         expected = run_to_end(fresh.linearise(problem, loss, **options))
         for name in ("losses", "gradients", "curvatures"):
-            ours, theirs = getattr(found, name), getattr(expected, name)
-            np.testing.assert_array_equal(ours, theirs, err_msg=name)
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
     assert len(kept._derived) == 16
     kept.close()
     fresh.close()
@@ -93,17 +86,12 @@ def test_the_batch_of_a_fit_is_lowered_once(engine, monkeypatch):
     assert len(lowered) == 1
 
 
-@pytest.mark.parametrize(
-    ("asked", "least"),
-    [
-        ({"custom_loss": LossFunction.parse("abs(d)" + "+abs(d*f)" * 60)}, 30),
-        ({"linear_scaling": True, "loss": Loss.MSE}, 4),
-        ({"reductions": True}, 1.5),
-    ],
-)
-def test_all_that_a_row_needs_counts_where_a_pass_is_cut_into_steps(
-    engine, monkeypatch, asked, least
-):
+DEAR = {"custom_loss": LossFunction.parse("abs(d)" + "+abs(d*f)" * 60)}
+SCALED = {"linear_scaling": True, "loss": Loss.MSE}
+
+
+@pytest.mark.parametrize(("asked", "least"), [(DEAR, 30), (SCALED, 4), ({"reductions": True}, 1.5)])
+def test_all_that_a_row_needs_counts_in_the_cuts_of_a_pass(engine, monkeypatch, asked, least):
     data, batch = make_dataset(20_000, "float32"), Batch.of([parse("x1*p1")] * 40, [[1.0]] * 40)
     engine.load(data)
     costs, run = [], engine.run_in_steps

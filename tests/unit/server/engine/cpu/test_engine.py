@@ -1,7 +1,5 @@
 """The CPU engine as a whole: batches, rows, losses, threads, cancellation, memory."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,17 +26,16 @@ from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.interface import Outputs, run_to_end
 
 X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
-RNG_SEED = 5
 
 
 def make_dataset(rows: int, dtype: str = "float64", *, weights: bool = False) -> Dataset:
-    rng = np.random.default_rng(RNG_SEED)
+    rng = np.random.default_rng(5)
     columns = rng.uniform(0.1, 3, size=(rows, 10))
     y = rng.normal(size=rows)
     return Dataset.of(columns, y, rng.uniform(size=rows) if weights else None, dtype=dtype)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 15, 16, 17, 1023, 1024, 1025, 2047, 2048, 2049, 20011])
+@pytest.mark.parametrize("rows", [1, 7, 8, 15, 17, 1023, 1024, 2047, 2049, 20011])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_every_number_of_rows(evaluate, rows, dtype):
     data = make_dataset(rows, dtype)
@@ -54,9 +51,8 @@ def test_row_ranges_equal_slices(evaluate, bounds, wants_values):
     data = make_dataset(3000, "float32", weights=True)
     programs, parameters = thesis_mix(4, 3)
     full = evaluate(data, programs, parameters).values
-    part = evaluate(
-        data, programs, parameters, rows=(start, stop), values=wants_values, loss=Loss.MAE
-    )
+    options = {"rows": (start, stop), "values": wants_values, "loss": Loss.MAE}
+    part = evaluate(data, programs, parameters, **options)
     if wants_values:
         np.testing.assert_array_equal(part.values, full[:, :, start:stop])
     used = slice(start, stop)
@@ -105,7 +101,6 @@ def test_neither_threads_nor_other_evaluations_change_anything(evaluate, monkeyp
 
 @pytest.mark.parametrize("derivatives", [False, True])
 def test_programs_that_are_kept_lowered_are_checked_for_each_data_set(engine, derivatives):
-    """Programs that were valid for one data set may not be for another one."""
     wide, narrow = make_dataset(100), Dataset.of(np.ones((100, 1)), np.ones(100))
     batch = Batch.of([Program.apply("mul", X2, P1)], [[2.0]])
     engine.load(narrow)
@@ -227,9 +222,6 @@ def test_programs_without_tokens_are_found(engine, monkeypatch, empty, derivativ
     asked = Evaluation(data.content_id, batch, loss=Loss.MSE, gradient=derivatives)
     with pytest.raises(errors.ProgramError):
         run_to_end(engine.evaluate(asked, outputs_for(asked, data.layout)))
-
-
-# ------------------------------------------------------------------------ code that is loaded later
 
 
 DATA = Dataset.of(np.linspace(0.1, 3, 100)[:, None], np.ones(100), dtype="float64")

@@ -1,7 +1,5 @@
 """The CPU engine, operator by operator, over the whole table."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -24,7 +22,6 @@ SIGNED_ZEROS = tuple(name for name in OPERATORS if name not in ("min", "max", "r
 
 
 def operands_of(arity: int, dtype: str) -> np.ndarray:
-    """Edge values and ordinary numbers, [arity, rows]."""
     return operand_rows(arity, np.dtype(dtype).type)[:arity]
 
 
@@ -36,9 +33,7 @@ def apply(name: str) -> Program:
     return Program.apply(name, *(Program.variable(k) for k in range(OPERATORS[name].arity)))
 
 
-def assert_bound(
-    bound: Bound, name: str, operands: np.ndarray, got: np.ndarray, exact=None
-) -> None:
+def assert_bound(bound: Bound, name: str, operands: np.ndarray, got: np.ndarray, exact=None):
     if exact is None:
         exact = hard_cases.exact_values(OPERATORS[name], operands)
     share = excess(bound, list(operands), got, exact)
@@ -50,9 +45,7 @@ def assert_bound(
 @pytest.mark.parametrize("name", OPERATORS)
 def test_published_bounds_hold_at_hard_operands(evaluate, name, dtype):
     op, bounds = OPERATORS[name], BOUNDS[name]
-    columns = np.concatenate(
-        [operands_of(op.arity, dtype), hard_cases.hard_operands(op, dtype)], axis=1
-    )
+    columns = np.hstack([operands_of(op.arity, dtype), hard_cases.hard_operands(op, dtype)])
     if name in hard_cases.SLOW:  # whose truth takes long
         columns = columns[:, ::60]
     if name in ("pdiv", "plog", "pinv"):
@@ -94,7 +87,6 @@ def test_powers_with_constant_exponent(evaluate, exponent, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [n for n, op in OPERATORS.items() if op.arity == 2])
 def test_invariant_operands_equal_columns(evaluate, name, dtype):
-    """A parameter in place of a constant column gives the very same numbers."""
     columns = operands_of(2, dtype)
     columns[1] = columns.dtype.type(-1.25)
     data = dataset(columns)

@@ -1,7 +1,5 @@
 """Searches on the CPU: fronts, forms, rules, odd data, and why a search ends."""
 
-from __future__ import annotations
-
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,18 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.any_search import tables_of, targets_of
+from support.engines import searches
 from support.engines.requests import run_steps
-from support.engines.searches import (
-    SIMPLE,
-    Searches,
-    check_front,
-    front_of,
-    inner_trees,
-    programs_of,
-)
+from support.refusals import refused
 from support.suites.searches import test_near_misses_are_fitted  # noqa: F401
 from warpfit.dataset import Dataset
-from warpfit.errors import InvalidArgumentError, UnimplementedError, WarpfitError
+from warpfit.errors import WarpfitError
 from warpfit.expressions.reference import evaluate_program
 from warpfit.ir import Batch, Population, Program
 from warpfit.losses import Loss, huber
@@ -55,7 +47,7 @@ from warpfit_server.limits import check_search
 
 @pytest.fixture
 def search(engine):
-    return Searches(engine)
+    return searches.Searches(engine)
 
 
 def table(rows: int = 60, columns: int = 3, seed: int = 0, noise: float = 0.02, **options):
@@ -71,16 +63,13 @@ def spread(data: Dataset) -> float:
     return float(np.var(data.target))
 
 
-# ------------------------------------------------------------------------- the same seed, the same
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_seed_gives_the_same_front_with_any_threads_and_beside_other_requests(search, dtype):
     data, single = table(dtype=dtype), cpu.CpuEngine(threads=1)
-    alone = front_of(search(data, seed=5))
-    assert front_of(Searches(single)(data, seed=5)) == alone
+    alone = searches.front_of(search(data, seed=5))
+    assert searches.front_of(searches.Searches(single)(data, seed=5)) == alone
     single.close()
-    assert front_of(search(data, seed=6)) != alone
+    assert searches.front_of(search(data, seed=6)) != alone
     search.datasets.load(data)
     asked, found = search.request(data, seed=5), {}
     begun = {k: search.begin(replace(asked, seed=seed)) for k, seed in enumerate((5, 7, 5))}
@@ -89,7 +78,7 @@ def test_a_seed_gives_the_same_front_with_any_threads_and_beside_other_requests(
             try:
                 waits_for = next(steps)
             except StopIteration as end:
-                found[k] = front_of(end.value)
+                found[k] = searches.front_of(end.value)
                 del begun[k]
             else:
                 if waits_for is not None:
@@ -102,7 +91,6 @@ def test_a_seed_gives_the_same_front_with_any_threads_and_beside_other_requests(
 
 
 def children_of(colony):
-    """Return the children of the last generation as programs."""
     genomes = Genomes(*colony.children[:3])
     population = genomes.take(genomes.lengths > 0).population()
     ends = np.cumsum(population.lengths.astype(int))
@@ -114,7 +102,6 @@ def children_of(colony):
 
 @contextmanager
 def colony_of(engine, rows, dtype="float64", fitted=2):
-    """Yield a colony with the columns, the target and the weights of its rows."""
     parts.load_search(1)
     rng = np.random.default_rng(1)
     X, weights = rng.uniform(0.5, 2, size=(rows, 3)), rng.uniform(0.1, 1, size=rows)
@@ -226,46 +213,25 @@ def test_what_is_fitted_has_constants_and_is_not_fitted_twice(engine):
     assert len(known) == len({*known}) > 30
 
 
-@pytest.mark.parametrize("rows", [60, 600])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("fitted", [0, 1, 2])
-def test_constants_are_fitted_quickly(engine, fitted, dtype, rows):
-    """The laws differ from f only in constants, and in slope and intercept where these are free."""
-    laws = {
-        "exp(-0.5*x1)": "exp(-1.3*x1)",
-        "x1/(x2 + 1)": "x1/(x2 + 2.7)",
-        "sin(x1*1.4 + 0.3)*x2 - 0.7*x3": "sin(x1*1.5 + 0.4)*x2 - 0.8*x3",
-    }
-    with colony_of(engine, rows, dtype, fitted) as (colony, X, _, weights):
-        for text, law in laws.items():
-            y = (2.5 if fitted else 1.0) * evaluate_program(parse(law), X.T) + 4.0 * (fitted == 2)
-            colony._screening = Screening(b"", y, weights, np.dtype(dtype).itemsize, fitted)
-            own = colony._state[0]
-            own["mean"], own["spread"] = colony._screening.mean, colony._screening.spread
-            genomes = Genomes.of(Population.of([parse(text)]), colony.width)
-            found = run_to_end(colony.fitted(genomes))
-            codes, values = found.codes[0, : found.lengths[0]], found.values[0]
-            program = Program(codes, values[: found.lengths[0]].astype(float))
-            before, after = losses_of([parse(text), program], X, y, weights, fitted)
-            assert after < 1e-4 * min(before, 1.0), text
-
-
-# ----------------------------------------------------------------------------- forms, rules, units
+def test_constants_are_fitted_beside_a_slope_alone(engine, dtype):
+    """Near misses, which other tests fit, have an intercept, too, or neither."""
+    with colony_of(engine, 60, dtype, 1) as (colony, X, _, weights):
+        y, start = 2.5 * evaluate_program(parse("x1/(x2 + 2.7)"), X.T), parse("x1/(x2 + 1)")
+        colony._screening = Screening(b"", y, weights, np.dtype(dtype).itemsize, 1)
+        own = colony._state[0]
+        own["mean"], own["spread"] = colony._screening.mean, colony._screening.spread
+        found = run_to_end(colony.fitted(Genomes.of(Population.of([start]), colony.width)))
+        used = slice(found.lengths[0])
+        program = Program(found.codes[0, used], found.values[0, used].astype(float))
+        before, after = losses_of([start, program], X, y, weights, 1)
+        assert after < 1e-4 * before
 
 
 @pytest.mark.parametrize("form", list(Form))
-@pytest.mark.parametrize("loss", [Loss.MSE, Loss.R2, Loss.MAE, huber(0.5)], ids=str)
-def test_forms_and_losses(search, form, loss):
-    data = table(noise=0.0)
-    given = {"loss": loss} if isinstance(loss, Loss) else {"custom_loss": loss}
-    found = search(data, form=form, max_generations=20, **given)
-    losses = found.front.losses
-    if loss is Loss.R2:
-        assert losses[-1] > 0.8
-    else:
-        assert losses[-1] < 0.3 * losses[0] or losses[-1] < 1e-2
-    assert found.reason is SearchReason.GENERATIONS
-    assert found.generations == 20
+def test_every_form_gets_better_by_a_loss_of_ones_own(search, form):
+    losses = search(table(noise=0.0), form=form, custom_loss=huber(0.5)).front.losses
+    assert losses[-1] < max(0.3 * losses[0], 1e-2)
 
 
 RULES = [
@@ -276,14 +242,22 @@ RULES = [
     {"arguments": {"mul": (1, 3), "div": (-1, 1)}},
 ]
 FEW_OPERATORS = [
-    *(SIMPLE, SIMPLE, ("exp",), ("sin", "exp"), ("where",), ("fma",), ("add",), ("lt", "not")),
+    *(
+        searches.SIMPLE,
+        searches.SIMPLE,
+        ("exp",),
+        ("sin", "exp"),
+        ("where",),
+        ("fma",),
+        ("add",),
+        ("lt", "not"),
+    ),
     tuple(OPERATORS),
 ]
 
 
 @st.composite
 def any_search(draw):
-    """Draw data and what is asked of them."""
     rng = np.random.default_rng(draw(st.integers(0, 1000)))
     rows, columns = draw(st.sampled_from([1, 2, 3, 60, 300])), draw(st.integers(1, 3))
     tables = tables_of(rows, columns, rng)
@@ -300,7 +274,7 @@ def any_search(draw):
         "operators": draw(st.sampled_from(FEW_OPERATORS)),
         "rules": draw(st.sampled_from(RULES)),
         "form": draw(st.sampled_from(Form)),
-        "loss": draw(st.sampled_from([Loss.MSE, Loss.R2, Loss.MAE, Loss.NMSE, Loss.RMSE])),
+        "loss": draw(st.sampled_from(Loss)),
         "units": units,
         "population": population,
         "islands": islands,
@@ -314,10 +288,9 @@ def any_search(draw):
 @settings(max_examples=40)
 @given(drawn=any_search())
 def test_the_front_of_any_search_is_true_or_there_is_an_error(engine, drawn):
-    """`Searches` checks rules, units, columns and losses."""
     given, dtype, options = drawn
     try:
-        found = Searches(engine)(Dataset.of(*given, dtype=dtype), **options)
+        found = searches.Searches(engine)(Dataset.of(*given, dtype=dtype), **options)
     except WarpfitError as error:
         assert error.reason.isupper() and error.remedy
         return
@@ -329,16 +302,10 @@ def test_the_front_of_any_search_is_true_or_there_is_an_error(engine, drawn):
     assert is_met or found.reason is not SearchReason.TARGET_LOSS
 
 
-@pytest.mark.parametrize("rules", RULES, ids=str)
-def test_rules_leave_formulas(search, rules):
-    assert search(table(), rules=rules).formulas > 50
-
-
-@pytest.mark.parametrize("units", [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_rules_and_units_hold_in_pairs(search, units):
+def test_rules_and_units_hold_in_pairs(search):
     exponents = np.zeros((3, 7))
     exponents[0, 0] = exponents[1, 2] = exponents[2, 0] = exponents[2, 2] = 1.0
-    given = Units(exponents, exponents[2], dimensionless_constants=True) if units else None
+    given = Units(exponents, exponents[2], dimensionless_constants=True)
     rules = {"max_depth": 4, "counts": {"mul": 2, "add": 1}, "nesting": {("mul", "mul"): 0}}
     found = search(table(), rules=rules, units=given, pairs=True, max_generations=4)
     assert found.pairs > 200
@@ -380,25 +347,20 @@ def test_targets_that_no_search_takes_are_refused(search, change, options, reaso
     data = table()
     weights = np.arange(60) // 30 if options else None
     wrong = Dataset.of(data.variables.T, change(data.target), weights, dtype="float64")
-    with pytest.raises(InvalidArgumentError) as caught:
-        search(wrong, **options)
-    assert caught.value.reason == reason
+    refused(reason, search, wrong, **options)
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "reason"),
-    [
-        ({"group": 2}, UnimplementedError, "SEARCH_NOT_SUPPORTED"),
-        ({"screening_rows": 1 << 21}, InvalidArgumentError, "TOO_MANY_ROWS"),
-    ],
+    ("field", "value", "reason"),
+    [("group", 2, "SEARCH_NOT_SUPPORTED"), ("screening_rows", 1 << 21, "TOO_MANY_ROWS")],
 )
-def test_requests_that_no_search_takes_are_refused(search, change, error, reason):
+def test_requests_that_no_search_takes_are_refused(search, field, value, reason):
     layout = replace(table().layout, rows=2_000_000)
     asked = replace(search.request(table()), screening_rows=1 << 20, pairs=False)
     assert check_search(asked, layout, Limits(), 1 << 40) > 0
-    with pytest.raises(error) as caught:
-        check_search(replace(asked, **change), layout, Limits(), 1 << 40)
-    assert (caught.value.reason, caught.value.field) == (reason, next(iter(change)))
+    with pytest.raises(WarpfitError) as caught:
+        check_search(replace(asked, **{field: value}), layout, Limits(), 1 << 40)
+    assert (caught.value.reason, caught.value.field) == (reason, field)
 
 
 def test_rows_that_are_not_numbers(search):
@@ -440,10 +402,7 @@ def test_every_progress_has_the_losses_of_all_rows(search, monkeypatch):
     search.datasets.unload(data.content_id)
     assert len(reported) == 13  # the first formulas, twelve generations
     for found in reported:
-        check_front(found, asked, data)
-
-
-# ---------------------------------------------------------- templates, definitions and directions
+        searches.check_front(found, asked, data)
 
 
 def template(text, arities, **given):
@@ -459,8 +418,6 @@ def template(text, arities, **given):
     [
         (template("f(x1, x2) * exp(-p1*g(x3))", (2, 1), fitted=1),
          lambda a, b, c: 1.7 * a * b * np.exp(-0.4 * c**2)),
-        (template("p2*f(x1, x2) + p1*f(x2, x3)", (2,)),
-         lambda a, b, c: a**2 + 1.3 * b + 2.5 * (b**2 + 1.3 * c)),
         (template("f(x3, g(x1 + 1))", (2, 1), fitted=2), lambda a, b, c: 3 * c / (2 + a) ** 2 + 1),
     ],
 )  # fmt: skip
@@ -469,8 +426,8 @@ def test_functions_of_a_template_are_found(search, form, law):
     data = Dataset.of(X, law(*X.T), dtype="float64")
     limits = {"max_size": 15, "counts": {"square": 1}}
     found = search(
-        data, (*SIMPLE, "sqrt"), limits, template=form, max_generations=60, population=1000,
-        target_loss=1e-12,
+        data, (*searches.SIMPLE, "sqrt"), limits, template=form, max_generations=60,
+        population=1000, target_loss=1e-12,
     )  # fmt: skip
     assert found.reason is SearchReason.TARGET_LOSS
     count = len(form.arities) + form.parameters
@@ -485,7 +442,7 @@ def test_functions_of_a_template_are_found(search, form, law):
             assert np.count_nonzero(part.codes == square) <= 1  # rules hold for each of them
         assert all(len(number) == 1 and number.codes[0] == CONSTANT for number in numbers)
     # Another search goes on from the parts.
-    again = search(data, SIMPLE, limits, template=form, guesses=front.parts, population=20)
+    again = search(data, searches.SIMPLE, limits, template=form, guesses=front.parts, population=20)
     assert again.front.losses[-1] <= front.losses[-1] * (1 + 1e-9) + 1e-20
 
 
@@ -511,16 +468,13 @@ def test_no_formula_rises_or_falls_where_it_must_not(search, dtype):
     data = Dataset.of(X, y, dtype=dtype)
     found = search(data, monotonic={0: 1, 1: -1}, population=500, max_generations=12)
     assert len(found.front.batch) > 2
-    for program, parameters in programs_of(found.front.batch):
+    for program, parameters in searches.programs_of(found.front.batch):
         for column, sign in ((0, 1.0), (1, -1.0)):
             moved = data.variables.astype(np.float64)
             before = evaluate_program(program, moved, parameters)
             moved[column] += 1e-6 * np.ptp(moved[column])
             change = sign * (evaluate_program(program, moved, parameters) - before)
             assert (change >= -1e-11 * np.abs(before)).all()
-
-
-# ----------------------------------------------------------------------------------------- guesses
 
 
 @pytest.mark.parametrize("form", list(Form))
@@ -531,20 +485,16 @@ def test_guesses_do_not_get_worse(search, form):
     guesses = Batch.of([parse(text) for text in texts], numbers)
     found = search(data, guesses=guesses, form=form)
     sizes, losses = found.front.sizes, found.front.losses
-    for program, parameters in programs_of(guesses):
+    for program, parameters in searches.programs_of(guesses):
         values = evaluate_program(program, data.variables, parameters)
         own = np.square(values - data.target).mean()
         assert losses[sizes <= len(program)].min() <= own * (1 + 1e-9)
     assert losses[-1] < 1e-3 * spread(data)
 
 
-# --------------------------------------------------------------------------------- why it has ended
-
-
 def test_reasons(search):
     data = table()
-    none = {"max_generations": 0}
-    found = search(data, max_formulas=1_000, **none)
+    found = search(data, max_formulas=1_000, max_generations=0)
     assert found.reason is SearchReason.FORMULAS
     assert 1_000 <= found.formulas < 1_000 + 3 * 96
     found = search(data, target_loss=0.5 * spread(data), max_generations=1_000)
@@ -555,7 +505,7 @@ def test_reasons(search):
     assert found.reason is SearchReason.TARGET_LOSS
     assert found.front.losses[-1] >= 0.5
     began = time.monotonic()
-    found = search(data, max_seconds=0.3, **none)
+    found = search(data, max_seconds=0.3, max_generations=0)
     assert found.reason is SearchReason.TIME
     assert 0.3 <= found.seconds <= time.monotonic() - began
     assert 0 < found.distinct <= 1.1 * found.formulas
@@ -589,9 +539,6 @@ def test_a_cancelled_search_returns_its_front(search):
     search.datasets.unload(data.content_id)
 
 
-# ----------------------------------------------------------------------------------- sizes at edges
-
-
 @pytest.mark.parametrize("has_units", [False, True])
 def test_many_columns(search, has_units):
     """The law's columns are among those that are chosen, whose number is bounded."""
@@ -601,11 +548,8 @@ def test_many_columns(search, has_units):
     data = Dataset.of(X, X[:, 1_990] * 3 + (not has_units), dtype="float64")
     found = search(data, units=units if has_units else None)
     assert found.front.losses[-1] < 1e-9
-    best = inner_trees(found, 1 if has_units else 2)[-1]
+    best = searches.inner_trees(found, 1 if has_units else 2)[-1]
     assert best.value == 1_990 or best.operands
-
-
-# ------------------------------------------------------------------------------------------- steps
 
 
 @pytest.mark.parametrize("columns", [3, 1030])
@@ -614,7 +558,7 @@ def test_a_search_does_not_depend_on_how_its_passes_are_cut(search, monkeypatch,
     request = search.request(data, max_generations=4, fit_iterations=2)
     for seen in looks:
         search.datasets.load(data)
-        fronts.append(front_of(run_steps(search.begin(request), seen.append)))
+        fronts.append(searches.front_of(run_steps(search.begin(request), seen.append)))
         search.datasets.unload(data.content_id)
         # Passes over formulas, rows and columns take many steps.
         monkeypatch.setattr(colony, "_AT_ONCE", 32)

@@ -1,7 +1,5 @@
 """The CUDA engine on this machine's CPU: its host code, and its kernels but the compiled ones."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from dataclasses import replace

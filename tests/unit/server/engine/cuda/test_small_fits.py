@@ -3,17 +3,13 @@
 The kernels run on this machine's CPU, without contraction, so that both have the same bits.
 """
 
-from __future__ import annotations
-
 import time
 
 import numpy as np
 import pytest
 
-from support.engines import nist
 from support.engines.fits import prepared
 from support.suites.small_fits import TEXTS, assert_same, both, make_dataset, starts_of
-from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, ProgramError
 from warpfit.request import Precision
 from warpfit_server.engine.cuda.derivatives import tier
@@ -121,25 +117,6 @@ def test_float32(engine, precision):
     own, other, passes = both(engine, make_dataset(dtype="float32"), precision=precision)
     assert_same(own, other)
     assert not passes
-
-
-@pytest.mark.thorough
-def test_squares_that_leave_float32_are_fitted_in_precise_mode(engine):
-    data = make_dataset(dtype="float32")
-    small = Dataset.of(data.matrix[:2].T, 1e-17 * data.target, dtype="float32")
-    texts, starts = ["p1 * x1 + p2"], [[2e-17, 1e-17]]
-    own, other, _ = both(engine, small, texts, starts, precision=Precision.FAST)
-    assert_same(own, other)
-    assert own.losses[0] < 0.5 * own.initial_losses[0]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", sorted(nist.FORMULAS))
-def test_nist_problems_have_the_bits_of_the_hosts(engine, name):
-    one = nist.load(name)
-    given = [one.formula], [one.starts[0]]
-    own, other, _ = both(engine, one.dataset, *given, max_iterations=300)
-    assert_same(own, other)
 
 
 def test_groups_hold_all_searches_and_leave_no_multiprocessor_idle():

@@ -18,19 +18,10 @@ from warpfit_server.engine.cuda.derivatives import launches as derivatives
 from warpfit_server.engine.cuda.derivatives import tier
 from warpfit_server.engine.cuda.derivatives.lowering import PROGRAM, derivative_source
 from warpfit_server.engine.cuda.interpreter import launches
-from warpfit_server.engine.cuda.interpreter.launches import (
-    Variant,
-    interpreter_source,
-    lowering_source,
-)
 from warpfit_server.engine.cuda.jit import kernel_store
 from warpfit_server.engine.cuda.jit.tier import graph_source
 from warpfit_server.engine.cuda.runtime.device import DRIVER, argument_type
-from warpfit_server.engine.cuda.runtime.translation import (
-    UntranslatableError,
-    name_of,
-    translate,
-)
+from warpfit_server.engine.cuda.runtime.translation import UntranslatableError, name_of, translate
 from warpfit_server.engine.cuda.search import colony
 from warpfit_server.engine.cuda.search.colony import pairs_source
 from warpfit_server.engine.interface import Arithmetic
@@ -38,13 +29,22 @@ from warpfit_server.engine.native.intrinsics import inlined
 
 F, P, D = Arithmetic.FAST, Arithmetic.PRECISE, Arithmetic.DOUBLE
 #: The interpreter's variant by architecture; few rows a thread assemble sooner.
-INTERPRETED = {75: Variant(D, 2), 86: Variant(P, 4), 89: Variant(F, 4), 100: Variant(F, 4)}
+INTERPRETED = {
+    75: launches.Variant(D, 2),
+    86: launches.Variant(P, 4),
+    89: launches.Variant(F, 4),
+    100: launches.Variant(F, 4),
+}
 #: That of derivatives, which takes fewer rows, and whether programs spill.
-DIFFERENTIATED = {80: (Variant(P, 2), True), 90: (Variant(F, 2), True), 120: (Variant(D, 1), False)}
+DIFFERENTIATED = {
+    80: (launches.Variant(P, 2), True),
+    90: (launches.Variant(F, 2), True),
+    120: (launches.Variant(D, 1), False),
+}
 #: That of a search's colony, and the width of its genomes.
 COLONIES = {
-    **{75: (Variant(D, 2), 128), 86: (Variant(F, 4), 64)},
-    **{90: (Variant(F, 4), 256), 120: (Variant(D, 2), 256)},
+    **{75: (launches.Variant(D, 2), 128), 86: (launches.Variant(F, 4), 64)},
+    **{90: (launches.Variant(F, 4), 256), 120: (launches.Variant(D, 2), 256)},
 }
 #: Each kind of kernel once.
 USUAL = (75, 90)
@@ -57,14 +57,14 @@ ALL = [
 @pytest.mark.parametrize("architecture", ALL)
 def test_kernels_assemble(architecture):
     others = [
-        (lowering_source(), ("lower_programs", "order_programs")),
+        (launches.lowering_source(), ("lower_programs", "order_programs")),
         (graph_source(), ("sum_partials", "copy_inputs")),
         (pairs_source(architecture in (80, 90, 100)), colony.PAIR_KERNELS),
     ]
     sources = [] if architecture == USUAL[0] else others
     if architecture in INTERPRETED:
         kernels = ("interpret", "evaluate_slots", "sum_partials")
-        sources.append((interpreter_source(INTERPRETED[architecture]), kernels))
+        sources.append((launches.interpreter_source(INTERPRETED[architecture]), kernels))
     if architecture in DIFFERENTIATED:
         variant, spills = DIFFERENTIATED[architecture]
         kernels = ("linearise", "evaluate_invariants", "combine", "measure")
@@ -87,9 +87,6 @@ def assert_assembles(source, architecture, kernels):
     cubin = source.compile(architecture)
     assert cubin.startswith(b"\x7fELF")
     assert all(kernel.encode() in cubin for kernel in kernels)
-
-
-# ------------------------------------------------------------------------------------------ structs
 
 
 STRUCTS = [
@@ -149,9 +146,6 @@ def test_statistics_have_as_many_numbers_as_their_memory():
     assert np.dtype(np.float64).itemsize * derivatives.NODE_STATISTICS == 112
 
 
-# ------------------------------------------------------------------------------- Python as CUDA C++
-
-
 # Tests of genomes and of small fits compare the language of kernels with Python.
 
 
@@ -201,9 +195,6 @@ def _late(values: Floats) -> float:
 def test_what_it_does_not_know_is_named(function):
     with pytest.raises(UntranslatableError, match=rf"{function.__name__}, line \d"):
         translate([function])
-
-
-# ------------------------------------------------------------------------ functions that are loaded
 
 
 #: Prints the functions whose code is kept on disk and that no part of the CUDA engine has loaded.

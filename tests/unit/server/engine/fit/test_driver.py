@@ -1,7 +1,5 @@
 """The batched driver: answers, ends, batches, linear parameters, interruptions, memory."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess
@@ -23,7 +21,6 @@ from support.random_programs import thesis_mix
 from warpfit import CancelledError, Reason, parse
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
-from warpfit.expressions.language import to_text
 from warpfit.ir import Batch
 from warpfit.losses import Loss, LossFunction, gaussian
 from warpfit.request import Missing
@@ -43,7 +40,6 @@ DATA = Dataset.of(X, NOISY, dtype="float64")
 WEIGHTED = Dataset.of(X, NOISY, WEIGHTS, dtype="float64")
 MODEL = "p1*exp(p2*x1) + p3*x2"
 START = [1.0, -0.1, 1.0]
-TRUTH = [3.0, -0.7, 0.5]
 LINE = "p1*x1 + p2*x2 + p3"
 METHODS = ("lm", "bfgs")
 TIGHT = {"gradient_tolerance": 1e-12, "step_tolerance": 1e-12, "loss_tolerance": 1e-15}
@@ -54,14 +50,6 @@ def design():
 
 
 # ------------------------------------------------------------------------------------- answers
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_nonlinear_model_is_recovered(method):
-    found = fit(EXACT, [MODEL], [START], method=method, max_iterations=300, **TIGHT)
-    np.testing.assert_allclose(found.parameters[0], TRUTH, rtol=1e-5)
-    assert found.loss[0] < 1e-10
-    assert found.success[0]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -105,7 +93,7 @@ def test_every_loss_gets_better(loss):
         assert found.loss[0] > max(found.initial_loss[0], 0.9)
     else:
         assert found.loss[0] < found.initial_loss[0]
-    np.testing.assert_allclose(found.parameters[0], TRUTH, atol=0.6)
+    np.testing.assert_allclose(found.parameters[0], [3.0, -0.7, 0.5], atol=0.6)
 
 
 # -------------------------------------------------------------------- bounds, fixed, many starts
@@ -174,15 +162,9 @@ TINY = Dataset.of(X, 1e-170 * Y, dtype="float64")
     [
         *((EXACT, text, {}) for text in ("log(-p1)", "p1/(x1 - x1)", "x1^p1*log(-x1)")),
         (EXACT, "p1*log(-x1)", {"missing": Missing.DROP}),
-        *(
-            (WEIGHTLESS, text, {"loss": Loss(n)})
-            for text in ("p1*x1", "x1")
-            for n in ("sse", "mse")
-        ),
+        *((WEIGHTLESS, text, {"loss": Loss.MSE}) for text in ("p1*x1", "x1")),
         (WEIGHTLESS, "p1*x1", {"loss": Loss.MAE}),
-        (CONSTANT, "p1", {"loss": Loss.R2}),  # whose variation is 0
-        (CONSTANT, "p1", {"loss": Loss.NMSE}),
-        (TINY, "p1*x1", {}),
+        *((CONSTANT, "p1", {"loss": Loss.R2}), (TINY, "p1*x1", {})),  # without variation, squares
     ],
 )
 def test_what_has_no_finite_loss_fails_alone(method, data, text, options):
@@ -217,9 +199,8 @@ def test_rank_deficient_jacobians():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("rows", [(0, 1), (0, 2)])
 def test_more_parameters_than_rows(method, rows):
-    found = fit(
-        DATA, [LINE], [[0.0] * 3], method=method, rows=rows, max_iterations=200, covariance=True
-    )
+    options = {"rows": rows, "max_iterations": 200, "covariance": True}
+    found = fit(DATA, [LINE], [[0.0] * 3], method=method, **options)
     assert np.isfinite(found.parameters[0]).all()
     assert found.loss[0] < 1e-6
     assert np.isnan(found.covariance[0]).any()
@@ -227,9 +208,8 @@ def test_more_parameters_than_rows(method, rows):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_iterations_are_limited(method):
-    found, none = (
-        fit(EXACT, [MODEL], [START], method=method, max_iterations=most) for most in (2, 0)
-    )
+    two, zero = ({"method": method, "max_iterations": most} for most in (2, 0))
+    found, none = (fit(EXACT, [MODEL], [START], **options) for options in (two, zero))
     assert found.reason[0] is Reason.ITERATIONS
     assert found.iterations[0] == 2
     assert none.parameters[0].tolist() == START
@@ -266,8 +246,7 @@ def test_searches_that_have_ended_drop_out_of_the_batch():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_search_repeats_exactly_alone_and_in_any_batch(method):
-    drawn, parameters = thesis_mix(4, 12, variables=2)
-    texts = [to_text(program) for program in drawn]
+    texts, parameters = thesis_mix(4, 12, variables=2)
     options = {"method": method, "max_iterations": 10}
     together = fit(DATA, texts, parameters, **options)
     again = fit(DATA, texts, parameters, **options)
@@ -288,14 +267,12 @@ def test_a_search_repeats_exactly_alone_and_in_any_batch(method):
 def test_random_programs_never_get_worse(method, dtype, drawn):
     data = Dataset.of(X, NOISY, dtype=dtype)
     starts = [np.linspace(0.5, 1.5, program.parameters) for program in drawn]
-    found = fit(
-        data, [to_text(p) for p in drawn], starts, method=method, max_iterations=8, covariance=True
-    )
+    options = {"method": method, "max_iterations": 8, "covariance": True}
+    found = fit(data, drawn, starts, **options)
     finite = found.reason != Reason.NOT_FINITE
     assert (found.loss[finite] <= found.initial_loss[finite]).all()
     assert np.isfinite(found.loss[finite]).all()
-    for parameters in found.parameters:
-        assert np.isfinite(parameters).all()
+    assert np.isfinite(np.concatenate(found.parameters)).all()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -309,16 +286,12 @@ def test_float32_parameters_are_what_the_engine_computed_with(method):
     assert found.loss[0] < found.initial_loss[0]
 
 
-# -------------------------------------------------------------------------------- linear parameters
-
-
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
     driver.load()
 
 
 def linear(*drawn):
-    """Return the marks of each program's parameters."""
     batch = Batch.of(drawn, [np.zeros(program.parameters) for program in drawn])
     starts = batch.parameter_starts
     marks, nodes = np.ones(int(starts[-1])), np.empty((int(batch.lengths.max()), COLUMNS), np.int64)
@@ -329,18 +302,11 @@ def linear(*drawn):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("p1*exp(-p2*x1) + p3", [1, 0, 1]),
-        ("(1 - exp(-p2*x1))*p1", [1, 0]),
-        ("p1*exp(p2/(x1 + p3))", [1, 0, 0]),
-        ("(p1 + p2*x1)/(1 + p3*x1)", [1, 1, 0]),
-        ("p1*p2*x1", [1, 0]),
-        ("p1*(p2*x1 + p3)", [0, 1, 1]),
-        ("p1*x1 + square(p1)", [0]),
-        ("-p1 - (x1 - p2)/x2", [1, 1]),
-        ("where(x1 > p1, p2*x1, p3)", [0, 1, 1]),
+        *(("(1 - exp(-p2*x1))*p1", [1, 0]), ("(p1 + p2*x1)/(1 + p3*x1)", [1, 1, 0])),
+        *(("p1*p2*x1", [1, 0]), ("p1*(p2*x1 + p3)", [0, 1, 1]), ("p1*x1 + square(p1)", [0])),
+        *(("-p1 - (x1 - p2)/x2", [1, 1]), ("where(x1 > p1, p2*x1, p3)", [0, 1, 1]), ("x1", [])),
         ("fma(p1, x1, p2) + fma(p3, p4, p5)", [1, 1, 1, 0, 1]),
         ("floor(p1) + abs(p2) + min(p3, x1)", [0, 0, 0]),
-        ("x1", []),
     ],
 )
 def test_linear_parameters_of_formulas(text, expected):
@@ -356,16 +322,14 @@ def test_a_program_is_affine_in_the_marked_parameters(program, seed):
     first, second = rng.uniform(0.5, 2.0, size=(2, program.parameters))
     second = np.where(np.array(marks) == 1.0, second, first)
     with np.errstate(all="ignore"):
-        a, b, half = (
-            reference.evaluate_program(program, x, p) for p in (first, second, (first + second) / 2)
-        )
+        vectors = first, second, (first + second) / 2
+        a, b, half = (reference.evaluate_program(program, x, p) for p in vectors)
         size = np.maximum(np.abs(a), np.abs(b))
         usable = np.isfinite(a) & np.isfinite(b) & np.isfinite(half) & (size < 1e100)
         largest = np.max(np.abs(program.values[np.isfinite(program.values)]), initial=1.0)
     if usable.any() and largest < 1e6:
-        np.testing.assert_allclose(
-            half[usable], ((a + b) / 2)[usable], rtol=1e-6, atol=1e-6 * max(1.0, size[usable].max())
-        )
+        error = np.abs(half - (a + b) / 2)[usable]
+        assert error.max() <= 1e-6 * max(1.0, size[usable].max())
 
 
 # ------------------------------------------------------------------------------------ interruptions
@@ -391,8 +355,6 @@ def test_a_fit_with_a_deadline_can_be_cancelled():
 
 
 class StuckEngine(NumpyEngine):
-    """Hangs after some passes until it is cancelled."""
-
     def __init__(self, dataset, passes):
         super().__init__(dataset)
         self.left = passes
@@ -478,9 +440,6 @@ def test_compiled_steps_look_at_the_flag_of_cancellation(monkeypatch, method):
     assert not factorise(matrix.copy(), 0, 2, 2, np.ones(1, dtype=np.uint8))
 
 
-# ------------------------------------------------------------------------------------------- memory
-
-
 #: Fits or evaluates in a process of its own; prints what is counted for that, and how much more
 #: memory than before was resident at most, and soon afterwards; in MiB.
 _PROGRAM = """
@@ -510,8 +469,6 @@ data = Dataset.of(x, 2 * x[:, 0] + x[:, 1])
 if kind == "starts":
     programs, parameters = thesis_mix(1, 300)
     starts = [np.tile(p, (100, 1)) for p in parameters]
-elif kind == "vectors":
-    programs, starts = [parse("x1")] * 500, [np.empty((1000, 0))] * 500
 elif kind == "tokens":
     programs = [parse("*".join(f"sin({i}.5*x1)" for i in range(200)))] * 500
     starts = [[]] * 500
@@ -523,10 +480,8 @@ engine.load(data)
 
 def compute(programs, starts):
     if method == "evaluate":
-        asked = Evaluation(
-            data.content_id, Batch.of(programs, starts), loss=Loss.MSE, values=False,
-            correlation=kind == "vectors",
-        )
+        batch = Batch.of(programs, starts)
+        asked = Evaluation(data.content_id, batch, loss=Loss.MSE, values=False)
         outputs = outputs_for(asked, data.layout)
         run_to_end(engine.evaluate(asked, outputs))
         return (outputs.losses.nbytes + evaluation_memory(asked, data.layout)) / 2**20
@@ -570,7 +525,6 @@ print(counted, most, left, grown)
         ("lm", "parameters"),
         pytest.param("evaluate", "tokens", marks=pytest.mark.thorough),
         pytest.param("bfgs", "starts", marks=pytest.mark.thorough),
-        pytest.param("evaluate", "vectors", marks=pytest.mark.thorough),
     ],
 )
 def test_memory_is_estimated_and_released(method, kind):
@@ -578,9 +532,8 @@ def test_memory_is_estimated_and_released(method, kind):
     command = (sys.executable, "-c", _PROGRAM, method, kind)
     environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # one heap, which can be given back
     tests = Path(__file__).parents[4]  # where it finds `support`
-    ended = subprocess.run(
-        command, cwd=tests, capture_output=True, text=True, check=True, timeout=120, env=environment
-    )
+    options = {"cwd": tests, "env": environment, "capture_output": True, "text": True}
+    ended = subprocess.run(command, check=True, timeout=120, **options)
     counted, most, left, grown = map(float, ended.stdout.split())
     assert most > 20.0, "the measurement sees it"
     assert most / 1.3 < counted < 1.4 * most

@@ -1,7 +1,5 @@
 """Code that is compiled once for all engines, by several processes, and kept in sealed files."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import os
@@ -106,7 +104,6 @@ def add_one(number):
 
 
 def compiled(function=add_one):
-    """Load the code of a function that takes and returns an integer."""
     made = njit()(function)
     load(made, types.int64(types.int64))
     return made
@@ -114,7 +111,6 @@ def compiled(function=add_one):
 
 @pytest.fixture(autouse=True)
 def place(monkeypatch, tmp_path):
-    """The directory where Numba keeps code."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "numba"))
     return tmp_path / "numba"
 
@@ -170,9 +166,6 @@ def test_processes_without_an_environment_keep_code_with_the_rest(tmp_path):
     assert Path(ran.stdout).parent.parent == tmp_path
 
 
-# -------------------------------------------------------------------- callees of compiled functions
-
-
 def chain(decorate, root):
     """Return a function that calls others, some of them in two ways and with two types."""
 
@@ -204,7 +197,6 @@ def chain(decorate, root):
 
 
 def loaded(decorate):
-    """Return a function and one of its callees, loaded as the engine loads its functions."""
     combine, norm = chain(decorate, njit(error_model="numpy"))
     load(combine, SIGNATURE)
     return combine, norm

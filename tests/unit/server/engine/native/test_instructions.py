@@ -1,7 +1,5 @@
 """The instructions that come with the sources: of these sources, and of no other ones."""
 
-from __future__ import annotations
-
 import lzma
 import pickle
 import re

@@ -1,7 +1,5 @@
 """The parallel loop: each chunk runs once, on any thread, whatever other callers do."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import time

@@ -1,7 +1,5 @@
 """Lowering of programs with derivatives for the GPU's interpreter, on several threads."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,60 +14,58 @@ from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, DIFFERENCE, huber
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.autodiff import (
-    BY_PARAMETERS,
-    BY_VARIABLES,
-    LOSS,
-    LOSS_DERIVATIVE,
-    SQUARES,
-    no_row_loss,
-    row_loss_tokens,
-)
+from warpfit_server.engine import autodiff
 from warpfit_server.engine.cuda.derivatives import launches, lowering
-from warpfit_server.engine.cuda.derivatives.lowering import (
-    PROGRAM,
-    DerivativeCode,
-    DerivativeLowering,
-)
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
 from warpfit_server.engine.interface import Steps, run_to_end
 
 VARIABLES = 10
 #: Row loss, whether it has weights, and requested bits of fits, gradients, Jacobians and losses.
 WORK = {
-    "fit": (DIFFERENCE, False, BY_PARAMETERS | LOSS_DERIVATIVE | SQUARES),
-    "gradient": (ABSOLUTE, False, BY_PARAMETERS | LOSS_DERIVATIVE),
-    "own loss": (huber(0.5).row, True, BY_PARAMETERS | BY_VARIABLES | LOSS | LOSS_DERIVATIVE),
-    "loss": (huber(0.5).row, True, LOSS),
-    "jacobian": (None, False, BY_PARAMETERS | BY_VARIABLES),
+    "fit": (
+        DIFFERENCE,
+        False,
+        autodiff.BY_PARAMETERS | autodiff.LOSS_DERIVATIVE | autodiff.SQUARES,
+    ),
+    "gradient": (ABSOLUTE, False, autodiff.BY_PARAMETERS | autodiff.LOSS_DERIVATIVE),
+    "own loss": (
+        huber(0.5).row,
+        True,
+        autodiff.BY_PARAMETERS | autodiff.BY_VARIABLES | autodiff.LOSS | autodiff.LOSS_DERIVATIVE,
+    ),
+    "loss": (huber(0.5).row, True, autodiff.LOSS),
+    "jacobian": (None, False, autodiff.BY_PARAMETERS | autodiff.BY_VARIABLES),
 }
 
 
 @pytest.fixture(scope="module")
 def alone():
-    return DerivativeLowering(threads=1)
+    return lowering.DerivativeLowering(threads=1)
 
 
 @pytest.fixture(scope="module")
 def shared():
-    return DerivativeLowering(threads=4)
+    return lowering.DerivativeLowering(threads=4)
 
 
-def lower(lowering: DerivativeLowering, batch: Batch, work: str) -> DerivativeCode:
+def lower(lowering, batch, work):
     code, made = run_to_end(begin(lowering, batch, work))
     assert made == "meanwhile"
     return code
 
 
-def begin(lowering: DerivativeLowering, batch: Batch, work: str) -> Steps:
+def begin(lowering: lowering.DerivativeLowering, batch: Batch, work: str) -> Steps:
     row_loss, weighted, requested = WORK[work]
-    tokens = row_loss_tokens(row_loss, VARIABLES, weighted=weighted) if row_loss else no_row_loss()
+    tokens = (
+        autodiff.row_loss_tokens(row_loss, VARIABLES, weighted=weighted)
+        if row_loss
+        else autodiff.no_row_loss()
+    )
     options = {"keeps_values": work != "loss", "products": False, "meanwhile": lambda: "meanwhile"}
     return lowering.lower(batch, VARIABLES, tokens, requested, **options)
 
 
-def code_of(code: DerivativeCode, index: int) -> list[np.ndarray]:
-    """All that is encoded of a program, wherever it lies."""
+def code_of(code: lowering.DerivativeCode, index: int) -> list[np.ndarray]:
     record = code.programs[index]
 
     def part(name: str, words: int, first: str, count: str) -> np.ndarray:
@@ -87,7 +83,7 @@ def code_of(code: DerivativeCode, index: int) -> list[np.ndarray]:
     ]
 
 
-def assert_same(found: DerivativeCode, expected: DerivativeCode) -> None:
+def assert_same(found: lowering.DerivativeCode, expected: lowering.DerivativeCode) -> None:
     for index in range(len(expected.programs)):
         for one, other in zip(code_of(found, index), code_of(expected, index), strict=True):
             np.testing.assert_array_equal(one, other)
@@ -155,9 +151,6 @@ def test_what_kernels_cannot_address_is_refused(alone):
         assert caught.value.reason == "PROGRAM_TOO_LONG"
 
 
-# ----------------------------------------------------------------------------------------- launches
-
-
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
     """No call compiles for other types than those that are loaded at the start."""
@@ -170,7 +163,7 @@ def loaded():
 
 def some_records(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
-    records = np.zeros(count, dtype=PROGRAM)
+    records = np.zeros(count, dtype=lowering.PROGRAM)
     for name, most in (("parameters", 5), ("columns", 6), ("invariants", 9), ("levels", 40)):
         records[name] = rng.integers(most, size=count)
     records["count"] = rng.integers(1, 300, size=count)
@@ -200,9 +193,6 @@ def test_jobs_are_cut_by_their_results_and_by_their_work(most_warp, count, most)
         assert len(found) == 1 + int(count)
     else:
         assert len(found) > (100 if most_warp == 0 else 1)
-
-
-# --------------------------------------------------------------------------------- parts of batches
 
 
 def test_kernels_for_programs_that_spill_are_loaded_by_another_thread(monkeypatch):

@@ -3,8 +3,6 @@
 What their code computes is compared with NumPy where the engine runs on the host, too.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 
@@ -13,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.emulators.device_lowering import Lowered, check_order, lower_on_host, spoilt
+from support.emulators.device_lowering import Lowered, check_order, lower_on_host
 from support.engines.operators import programs
 from support.random_programs import random_program, thesis_mix
 from warpfit.errors import ProgramError, ResourceExhaustedError
@@ -21,13 +19,6 @@ from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit.parse import parse
 from warpfit_server.engine.cuda.interpreter import launches
-from warpfit_server.engine.cuda.interpreter.launches import (
-    BatchBounds,
-    Variant,
-    costly_operators,
-    max_levels,
-    raise_invalid_program,
-)
 from warpfit_server.engine.cuda.runtime.device import as_record
 from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.lowering import are_valid
@@ -54,7 +45,7 @@ def check(batch, **how):
     for index in range(len(batch)):
         check_program(found, index)
         assert found.code(index) == usual.code(index)
-        assert found.needs()[index] <= max_levels(int(batch.lengths[index]), has_ternary)
+        assert found.needs()[index] <= launches.max_levels(int(batch.lengths[index]), has_ternary)
     return int(found.needs().max())
 
 
@@ -131,11 +122,6 @@ def test_any_tokens(drawn):
     )
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_invalid_tokens_are_found(seed):
-    check_invalid(spoilt(Batch.of(*thesis_mix(seed, 40, variables=FEW)), seed, 20))
-
-
 def check_invalid(batch):
     """Check that device and host find the same invalid programs, with the same errors."""
     found = lower_on_host(batch, FEW, share=3)
@@ -149,7 +135,7 @@ def check_invalid(batch):
         with pytest.raises(ProgramError) as told:
             one.check(FEW)
         with pytest.raises(ProgramError) as refused:
-            raise_invalid_program(batch, index, FEW)
+            launches.raise_invalid_program(batch, index, FEW)
         for name, value in (("message", told.value.message), ("token", told.value.token)):
             assert getattr(refused.value, name) == value
         assert refused.value.expression == index
@@ -171,7 +157,7 @@ def test_parameters_beyond_the_program_s_are_invalid(counts, invalid, reason):
     batch = replace(batch, parameter_counts=np.array(counts, np.uint32), parameters=numbers)
     assert lower_on_host(batch).first_invalid.tolist() == [invalid]
     with pytest.raises(ProgramError) as refused:
-        raise_invalid_program(batch, invalid, 1)
+        launches.raise_invalid_program(batch, invalid, 1)
     assert refused.value.reason == reason
 
 
@@ -179,7 +165,7 @@ def test_variables_that_cannot_be_encoded_are_refused():
     batch = Batch.of([X, Program.variable(launches.INDEX_LIMIT)])
     assert lower_on_host(batch, launches.INDEX_LIMIT + 1).first_invalid.tolist() == [1]
     with pytest.raises(ResourceExhaustedError, match="index"):
-        raise_invalid_program(batch, 1, launches.INDEX_LIMIT + 1)
+        launches.raise_invalid_program(batch, 1, launches.INDEX_LIMIT + 1)
 
 
 @pytest.mark.parametrize(("group", "levels"), [(90, 3), (90, 1), (7, 2), (1, 3), (89, 0)])
@@ -208,17 +194,14 @@ def test_programs_with_the_most_slots_fit():
     assert ends[-1] <= launches.max_slots(len(lowered.batch.codes), 7)
 
 
-# ----------------------------------------------------------------------------------------- launches
-
-
-FAST = Variant(Arithmetic.FAST, 16)
+FAST = launches.Variant(Arithmetic.FAST, 16)
 LIMITS = launches.LaunchLimits(*[0] * 6, level_bytes=2048, max_warps=2, resident_warps=32 * 132)
 
 
 @pytest.mark.parametrize("costly", [False, True])
 def test_one_warp_has_room_for_any_program(costly):
     for warps, levels, usual in product([1, 2, 3, 8], [0, 1, 4, 7, 21], [0, 2, 4]):
-        bounds = BatchBounds(levels, typical_levels=min(usual, levels), costly=costly)
+        bounds = launches.BatchBounds(levels, typical_levels=min(usual, levels), costly=costly)
         limits = LIMITS._replace(max_warps=warps)
         record = launches.new_batch((9, 300, 0, 1), 1, 0, 0, 0)
         launches.configure_launch(record, as_record(limits), 9, *bounds, 300)
@@ -237,17 +220,19 @@ def test_one_warp_has_room_for_any_program(costly):
 def test_bounds_follow_from_lengths_and_operators(names, costly):
     rng = np.random.default_rng(1)
     batch = Batch.of([random_program(rng, n, operators=names) for n in (3, 3, 3, 40, 90)])
-    bounds = BatchBounds.of(BatchSummary.of(batch), costly_operators(FAST))
+    bounds = launches.BatchBounds.of(BatchSummary.of(batch), launches.costly_operators(FAST))
     lengths = batch.lengths.astype(int)
     weighted = int(sum(lengths**2) // sum(lengths))
-    most, typical = (max_levels(n, "where" in names) for n in (int(max(lengths)), weighted))
+    most, typical = (
+        launches.max_levels(n, "where" in names) for n in (int(max(lengths)), weighted)
+    )
     assert bounds.costly is costly
     assert (bounds.levels, bounds.typical_levels) == (most, typical)
     assert typical <= most
 
 
 def test_programs_that_are_too_long_are_refused():
-    BatchBounds.of(BatchSummary(0, launches.MAX_PROGRAM_TOKENS, 30, 0), 0)
+    launches.BatchBounds.of(BatchSummary(0, launches.MAX_PROGRAM_TOKENS, 30, 0), 0)
     with pytest.raises(ResourceExhaustedError) as refused:
-        BatchBounds.of(BatchSummary(0, launches.MAX_PROGRAM_TOKENS + 1, 30, 0), 0)
+        launches.BatchBounds.of(BatchSummary(0, launches.MAX_PROGRAM_TOKENS + 1, 30, 0), 0)
     assert (refused.value.reason, refused.value.available) == ("PROGRAM_TOO_LONG", 1 << 18)

@@ -1,7 +1,5 @@
 """The queue of compilations, the processes that run them, and the compiler."""
 
-from __future__ import annotations
-
 import builtins
 import os
 import threading
@@ -15,11 +13,6 @@ import pytest
 from support.servers.server import eventually
 from warpfit.errors import InternalError, ResourceExhaustedError, UnavailableError
 from warpfit_server.engine.cuda.runtime import compiler
-from warpfit_server.engine.cuda.runtime.compiler import (
-    CompileProcess,
-    CompileQueue,
-    with_jump_table,
-)
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.loop import create_engine
 
@@ -49,24 +42,22 @@ def _module(tmp_path_factory):
 
 @pytest.fixture
 def queue(request):
-    made = CompileQueue(getattr(request, "param", 4), "evaluates_jobs")
+    made = compiler.CompileQueue(getattr(request, "param", 4), "evaluates_jobs")
     yield made
     made.close()
 
 
 @pytest.fixture
 def process():
-    with CompileProcess("evaluates_jobs") as made:
+    with compiler.CompileProcess("evaluates_jobs") as made:
         yield made
 
 
 def ask(expression):
-    """Return the work that lets the process evaluate an expression."""
     return lambda process: process.run(expression)
 
 
 def is_alive(number):
-    """Tell whether there is a process, which is no zombie."""
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:  # the file is not there, or is one of a process that has ended since
@@ -161,13 +152,8 @@ class TestQueue:
         assert late() is None
 
 
-# ------------------------------------------------------------------------------------- the compiler
-
-
 @pytest.mark.parametrize("compile_source", [compiler.to_ptx, compiler.to_cubin])
-def test_a_program_that_does_not_compile_is_destroyed_and_its_log_is_told(
-    monkeypatch, compile_source
-):
+def test_a_program_that_does_not_compile_is_destroyed_and_told(monkeypatch, compile_source):
     destroy = Mock(side_effect=compiler.nvrtc.nvrtcDestroyProgram)
     monkeypatch.setattr(compiler.nvrtc, "nvrtcDestroyProgram", destroy)
     with pytest.raises(InternalError, match="nonsense"):
@@ -195,7 +181,7 @@ $one:
 $end:
 \tret;
 """
-    text = with_jump_table(ptx, 3)
+    text = compiler.with_jump_table(ptx, 3)
     assert "brx.idx.uni %r1, $cases;" in text
     blocks = {
         head: body.split("$")[0].split()
@@ -206,9 +192,6 @@ $end:
     for label, operation in enumerate(("neg.f32", "abs.f32", "add.f32")):
         entry = text.split(f"$case_{label}:\n")[1].split("bra.uni ")[1].split(";")[0]
         assert text.split(f"{entry}:\n")[1].split()[0] == operation
-
-
-# --------------------------------------------------------------------------- a machine without CuPy
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,6 @@ from hypothesis import strategies as st
 from warpfit.dataset import Dataset, Layout
 from warpfit.errors import CancelledError, ResourceExhaustedError
 from warpfit_server.engine.cuda.runtime import datasets
-from warpfit_server.engine.cuda.runtime.datasets import (
-    StreamedDataset,
-    WindowBuffers,
-    cut_rows,
-    must_stream,
-    run_chunks,
-)
 from warpfit_server.engine.interface import run_to_end
 from warpfit_server.engine.sum_tree import sum_nodes
 
@@ -99,7 +92,6 @@ class FakeDevice:
         return self.buffers[-1]
 
     def work(self) -> None:
-        """Do what one of the streams has been asked for next."""
         ready = [each for each in self.streams if each.asked and each.asked[0][0]()]
         (one,) = self.random.choices(ready, [stream.pace for stream in ready])
         one.asked.popleft()[1]()
@@ -133,8 +125,8 @@ class FakeDevice:
             self.used -= 1
 
 
-def streamed_on(device: FakeDevice) -> StreamedDataset:
-    return StreamedDataset(device, DATA, WindowBuffers(device))
+def streamed_on(device: FakeDevice) -> datasets.StreamedDataset:
+    return datasets.StreamedDataset(device, DATA, datasets.WindowBuffers(device))
 
 
 def column_of(window, column, span):
@@ -147,7 +139,7 @@ def column_of(window, column, span):
 def sums_of(device, streamed, rows, cancelled=None, size=0):
     """Steps that sum up x1 * w of the rows in pairs, once for each of two chunks."""
     cancelled = np.zeros(1, np.uint8) if cancelled is None else cancelled
-    spans, buffers = cut_rows(rows, streamed.window_rows), [None, None]
+    spans, buffers = datasets.cut_rows(rows, streamed.window_rows), [None, None]
     sums = np.zeros((len(spans), 2))
 
     def launch(window, node, chunk, side):
@@ -165,7 +157,7 @@ def sums_of(device, streamed, rows, cancelled=None, size=0):
 
     with device.stream() as context:
         work = streamed, spans, range(2), cancelled, launch, size
-        assert (yield from run_chunks(device, context, *work)) == 7 * sums.size
+        assert (yield from datasets.run_chunks(device, context, *work)) == 7 * sums.size
     found = sum_nodes(sums, rows[0] // streamed.window_rows)
     assert found[0] == found[1]
     return found[0]
@@ -233,7 +225,7 @@ def test_the_pages_are_unlocked_when_the_last_user_is_gone(seed):
 def test_a_data_set_is_streamed_if_most_of_the_memory_is_too_little():
     for rows, streams in ((1000, False), (600_000, False), (700_000, True)):
         layout = Layout(np.dtype(np.float32), variables=3, rows=rows)
-        assert must_stream(layout, MEMORY) == streams
+        assert datasets.must_stream(layout, MEMORY) == streams
     # Columns that do not fit in two windows are refused.
     layout = Layout(np.dtype(np.float64), variables=200, rows=10**6)
     with pytest.raises(ResourceExhaustedError, match="stream 200 columns") as refused:
@@ -243,7 +235,7 @@ def test_a_data_set_is_streamed_if_most_of_the_memory_is_too_little():
 
 @given(st.integers(0, 2**40), st.integers(1, 2**24), st.integers(18, 30))
 def test_rows_are_cut_where_nodes_of_the_tree_of_sums_end(start, count, level):
-    spans = cut_rows((start, start + count), 1 << level)
+    spans = datasets.cut_rows((start, start + count), 1 << level)
     assert spans[0][0] == start
     assert spans[-1][1] == start + count
     assert all(before[1] == after[0] for before, after in pairwise(spans))

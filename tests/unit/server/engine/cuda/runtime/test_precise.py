@@ -104,9 +104,6 @@ def test_digamma_is_the_reference(arithmetic: Arithmetic) -> None:
     assert np.where(same, 0.0, error).max() < (1e-6 if arithmetic is Arithmetic.PRECISE else 1e-13)
 
 
-# ----------------------------------------------------------------------------------- sums over rows
-
-
 _ENTRIES = """
 struct Nodes { double *sums, *parents; long long first, nodes, count, pitch, levels; };
 extern "C" __global__ void add_nodes(const __grid_constant__ Nodes n) {

@@ -1,7 +1,5 @@
 """Pairs of a GPU's weigher, run on this machine's CPU, and searches of its engine on the host."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import numpy as np
@@ -9,14 +7,8 @@ import pytest
 
 from support.emulators.host_device import install
 from support.engines.searches import Searches, front_of
-from support.suites.pairs import (  # noqa: F401
-    drawn,
-    standardised,
-    test_equal_pairs_are_kept_in_their_order,
-    test_neither_tiny_nor_huge_values_win,
-    test_places_count_through_all_parts_and_tiles,
-    test_the_best_pairs_are_those_of_least_squares_one_by_one,
-)
+from support.suites.pairs import *  # noqa: F403
+from support.suites.pairs import drawn, standardised
 from warpfit.dataset import Dataset
 from warpfit.parse import parse
 from warpfit.searching import SearchReason
@@ -71,9 +63,6 @@ def test_memory_is_what_was_said(weigher):
     run_to_end(weigher.best(fit, left, [held], 50))
     own = sum(memory.mem.size for memory in weigher._memory.values())
     assert own <= weigher.bytes_needed(96, 50) + 512 * len(weigher._memory)
-
-
-# ----------------------------------------------------------------------------- searches on the host
 
 
 @pytest.fixture(scope="module")
