@@ -13,7 +13,7 @@ from warpfit.losses import huber
 from warpfit.request import FitSettings, Loss
 from warpfit.searching import Form, SearchRequest
 from warpfit_server.ipc.engine_connection import InFlightRequest
-from warpfit_server.ipc.quarantine import BatchOutcome, Suspects, digest
+from warpfit_server.ipc.quarantine import BatchOutcome, Quarantine, Suspects, digest
 from warpfit_server.ipc.segments import ALONE, BEGUN, PROVEN
 
 D, E = b"data set", b"another one"
