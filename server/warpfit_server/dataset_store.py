@@ -4,9 +4,8 @@ The main process owns the data sets. Front ends receive uploads into memory that
 look data sets up in their own registries (`warpfit_server.ipc.router`). The shared table of
 `warpfit_server.tenants` says which calls use a data set.
 
-How data sets come in: uploads of callers, and Parquet files that the server itself reads.
-
-A front end receives both into shared memory of its own, which it hands over to the store of the
+Uploads of callers, and Parquet files that the server itself reads, come in by a front end. It
+receives both into shared memory of its own, which it hands over to the store of the
 main process when the content has been checked.
 """
 
@@ -515,6 +514,8 @@ class DatasetStore:
             idle, key=lambda d: held[d.tenant] <= share and not self._is_given_back(d, uses)
         )
 
+
+# -------------------------------------------------------------------------------- uploads and files
 
 #: Most bytes of an upload that have arrived and are not hashed yet.
 _UNHASHED_BYTES: Final = 4 << 20

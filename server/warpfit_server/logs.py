@@ -1,10 +1,8 @@
-"""Log lines as text or JSON; every line of a call carries the call's id.
+"""Log lines as text or JSON, and the records of calls that they are written from.
 
 Callers, some of them anonymous, choose much of the text in the log: names in certificates,
 metadata, texts of errors. So no place in the code writes more than a few lines a second, and
 characters that would end a line, or do something to a terminal, are written as escape sequences.
-
-Records of calls: the id of each call, what is measured of it, its log line and its trace.
 
 Every call has an id: the client's own from the metadata entry ``x-request-id``, or one made here.
 The id goes back in the trailing metadata, and stands in every log line of the call, also in the log
@@ -170,6 +168,8 @@ def configure_logging(level: str, style: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger(_GRPC_LOGGER).setLevel(logging.CRITICAL)
 
+
+# --------------------------------------------------------------------------------- records of calls
 
 #: Upper bounds of the buckets of every histogram, in seconds.
 BUCKET_BOUNDS: Final = (

@@ -1,4 +1,4 @@
-"""The machine: processors, memory and files that this process may use, and devices to compute on.
+"""What this process gets of the machine: processors, memory, files, devices, processes, sockets.
 
 `shortage` makes an error for callers of an error of a system that has no more of these.
 
@@ -8,17 +8,13 @@ still until the period is over; processes that take more memory are killed.
 
 Asking for GPUs initialises CUDA, so a process of its own does it, which runs this module.
 
-How processes end: with their parent, or because they are stuck; and what is left of them.
-
-Long evaluations are legitimate, so their length says nothing. But every engine polls the
+Processes of the server end with their parent, or because they are stuck. Long evaluations are legitimate, so their length says nothing. But every engine polls the
 cancellation flag between blocks. An evaluation that goes on for `Config.stuck_seconds` after it was
 cancelled occupies a step for ever, which only the engine knows: it may still answer probes.
 All else is decided by `warpfit_server.processes.watchdog`, which replaces engines without answers.
 
 A server has a temporary directory. It holds a lock on a file there until it ends, however it ends.
 So a directory whose lock is free belongs to no server any more.
-
-Sockets between two processes of the server, its ports, and the file that tells its address.
 """
 
 from __future__ import annotations
@@ -376,6 +372,8 @@ def _ask_driver() -> list[int]:
     return found
 
 
+# ---------------------------------------------------------------------------- processes of a server
+
 _PROCESSES_LOG: Final = logging.getLogger("warpfit")
 #: Exit statuses of the engine process.
 EXIT_CANNOT_RUN: Final = 3
@@ -481,6 +479,8 @@ def sweep(parent: Path) -> None:
         except OSError as error:  # for example, another server is removing it
             _PROCESSES_LOG.debug("%s was not removed: %s", directory, error)
 
+
+# -------------------------------------------------------------------------------- sockets and ports
 
 #: Size of the kernel's buffer for what the other process has not read yet.
 _SOCKET_BYTES: Final = 1 << 20

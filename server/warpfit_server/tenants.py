@@ -27,9 +27,8 @@ for each token, which holds the token's digest only::
 ``warpfit token alice --days 90`` makes a token and its line. The file is read again when it
 changes, so a token is withdrawn by removing its line. A tenant may have several tokens.
 
-Quotas: calls, memory and engine time in flight of each tenant, over all front-end processes.
-
-The processes share one small table. Asking the main process instead would cost a call ten times as
+Quotas count calls, memory and engine time in flight of each tenant, over all front-end processes,
+which share one small table. Asking the main process instead would cost a call ten times as
 much, and dividing the limits among the processes would be wrong, because a connection stays with
 the process that accepted it.
 
@@ -437,6 +436,8 @@ def _refused(message: str, reason: str) -> UnauthenticatedError:
         "Give a valid token (token=, WARPFIT_TOKEN, --token-file) or client certificate",
     )
 
+
+# ------------------------------------------------------------------------------------------- quotas
 
 #: Tenants that have an entry of their own; any more share these.
 _ENTRIES: Final = 2048

@@ -4,7 +4,7 @@ A skeleton is a formula whose constants are parameters p1, p2, .... Whoever inve
 model or a grammar, makes mistakes: unknown names, units that do not fit, more parameters than rows.
 Each skeleton gets its own answer, and none spoils those of the others.
 
-`simplify` on a server: keywords, the batches of a call, and its result.
+`simplify` on a server is told at the end: its keywords, the batches of a call, and its result.
 """
 
 from __future__ import annotations
@@ -639,6 +639,8 @@ class ProposeTask:
         asked |= {"rows": rows, "timeout": self._remaining(), **self._fits, "restarts": 0}
         return self._client.optimize(self._data, programs, fit.parameters, **asked)
 
+
+# ----------------------------------------------------------------------------------------- simplify
 
 #: Default of ``tolerance``.
 _TOLERANCE: Final = 0.01

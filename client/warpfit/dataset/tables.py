@@ -1,11 +1,9 @@
-"""Tables of any kind as the columns of a data set, read by blocks.
+"""The layout of a data set, and tables of any kind as its columns, read by blocks.
 
 NumPy arrays and pandas frames are read as they are. Arrow tables, what exports them, and Parquet
 files are read by pyarrow.
 
-The layout of a data set, the header that is hashed first, and checks of the numbers.
-
-The checks find digits that the type of a data set loses, overflow, and weights that are none.
+The layout has the header that is hashed first. The checks find digits that the type of a data set loses, overflow, and weights that are none.
 """
 
 from __future__ import annotations

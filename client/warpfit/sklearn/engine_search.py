@@ -2,12 +2,10 @@
 
 The engine searches for formulas a + b f, or for the functions of a template, by least squares. For
 other losses it does so in rounds, whose rows are weighted around the best formula so far
-(`likelihood.proposal_weights`), and what a round finds is fitted by the loss itself. Of groups each
+(`selection.proposal_weights`), and what a round finds is fitted by the loss itself. Of groups each
 round has the rows of one, the largest first, and what it finds is fitted to each of them.
 
-A search for formulas as one call: what it is given, and what it gives.
-
-`TargetSearch` prepares a `SearchTask`, calls `engine_search.search`, and works with the
+A search is one call: `TargetSearch` prepares a `SearchTask`, calls `search`, and works with the
 `Candidates` that come back; it knows nothing of populations, libraries or pairs.
 """
 
@@ -136,6 +134,8 @@ class Found(Protocol):
     def formulas(self) -> Genomes:
         """Return formulas with their constants, from which a search can go on, best first."""
 
+
+# ------------------------------------------------------------------------- the search in the engine
 
 #: Part of the time that the engine is given; the rest is for the call and for its last fits.
 _SHARE: Final = 0.9

@@ -16,8 +16,6 @@ A search that tries many formulas finds one that fits noise, so that losses alon
 
 `warpfit.sklearn.equations` chooses by these numbers.
 
-Losses as searches take them: above the least that a prediction can have, and as likelihoods.
-
 Searches compare losses by ratios, which takes numbers that are not negative. So they subtract the
 least value that any prediction could reach: for Poisson's negative log likelihood that leaves half
 of the deviance (McCullagh and Nelder 1989, section 2.3), for Gauss's the squares, and squares stay
@@ -228,6 +226,8 @@ def deviance(loss: LossFunction, rows: float, weight: float) -> Callable[[float]
     power = 2.0 if loss.closing is Closing.ROOT or loss.row == ABSOLUTE else 1.0
     return lambda excess: power * rows * math.log(excess)
 
+
+# --------------------------------------------------------------- description and predictive lengths
 
 #: Fewer rows are not divided, neither to hold some out nor for a cross-validation, and parts of
 #: the latter.

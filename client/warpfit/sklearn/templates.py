@@ -12,10 +12,9 @@ template leaves them free: in the example the intercept of g would be one more f
 that multiply the whole template, or are added to it, are the slope and intercept around it, which
 have a closed form.
 
-Forms: how the formulas f of a search become the programs that are computed and fitted.
-
+A form says how the formulas f of a search become the programs that are computed and fitted.
 Without a template the program is a + b f, whose slope and intercept have a closed form. Within a
-template f is a part of the program, and all numbers are fitted (`templates`).
+template f is a part of the program, and all numbers are fitted.
 """
 
 from __future__ import annotations
@@ -143,6 +142,8 @@ class Form:
             timeout=seconds_until(how.ends),
         ).programs[0]
 
+
+# ---------------------------------------------------------------------------------------- templates
 
 #: Code of the first function's calls; those of the others follow.
 _FIRST_CALL: Final = 128

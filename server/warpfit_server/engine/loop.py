@@ -16,10 +16,8 @@ same time. All of them poll the same sockets, and the kernel wakes one for each 
 that receives a request runs its step and sends its answer, so that a lone caller waits for no
 second thread. A thread that leaves requests in the queue wakes another one.
 
-The engine process: its engine, its data sets, its loop, and the messages of the supervisor.
-
-The main thread handles the supervisor's messages; `warpfit_server.engine.loop` serves the front
-ends. The process ends at once when the supervisor is gone.
+This module is run as the engine process. Its main thread makes the engine and handles the messages
+of the supervisor, while the threads of the `Loop` serve the front ends. The process ends at once when the supervisor is gone.
 """
 
 from __future__ import annotations
@@ -357,6 +355,9 @@ class Loop:
             error = shortage(error) or failure
         request.connection.requests.discard(request)
         request.connection.send(messages.RequestFinished(request.number, error=error))
+
+
+# ------------------------------------------------------------------------------- the engine process
 
 
 class EngineProcess:

@@ -20,9 +20,8 @@ culprit is known; see `warpfit_server.ipc.quarantine`.
 The scheduler has no thread or socket: its caller tells it what has arrived, what steps have cost
 and what has ended.
 
-Requests of front ends in the engine process, and which of them are evaluated as one batch.
-
-The simple form of merging:
+Requests of front ends stand here, too, and which of them are evaluated as one batch. The simple
+form of merging:
 
     join the programs of the requests to one batch, evaluate it, and hand each its results
 
@@ -358,6 +357,8 @@ class Scheduler(Generic[Item]):
             self._take_one(tenant, request)
         return [first, *(request for _, request in found)]
 
+
+# ----------------------------------------------------------------------- requests and their merging
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Seconds after which the engine drops a front end that does not read its answers.

@@ -4,7 +4,7 @@ The methods raise WarpfitErrors as they are, of which `warpfit_server.rpc.calls`
 statuses. Requests arrive and answers leave as bytes, so that `warpfit.codec` alone decides how they
 are parsed and framed, and malformed bytes get an answer that says so.
 
-The gRPC port: its options, threads and addresses, and the certificates that it shows.
+The port of the service, with its threads and the certificates that it shows, is made here, too.
 """
 
 from __future__ import annotations
@@ -478,6 +478,8 @@ def _stop_in_time(remaining: float | None, share: float) -> float | None:
     margin = max(_ANSWER_SECONDS, share * remaining)
     return time.monotonic() + max(0.0, remaining - margin)
 
+
+# ------------------------------------------------------------------------------------ the gRPC port
 
 _LOG: Final = logging.getLogger("warpfit.port")
 _TLS_LOG: Final = logging.getLogger("warpfit.tls")
