@@ -8,10 +8,11 @@ still until the period is over; processes that take more memory are killed.
 
 Asking for GPUs initialises CUDA, so a process of its own does it, which runs this module.
 
-Processes of the server end with their parent, or because they are stuck. Long evaluations are legitimate, so their length says nothing. But every engine polls the
-cancellation flag between blocks. An evaluation that goes on for `Config.stuck_seconds` after it was
-cancelled occupies a step for ever, which only the engine knows: it may still answer probes.
-All else is decided by `warpfit_server.processes.watchdog`, which replaces engines without answers.
+Processes of the server end with their parent, or because they are stuck. Long evaluations are
+legitimate, so their length says nothing. But every engine polls the cancellation flag between
+blocks. An evaluation that goes on for `Config.stuck_seconds` after it was cancelled occupies a step
+for ever, which only the engine knows: it may still answer probes. All else is decided by
+`warpfit_server.processes.watchdog`, which replaces engines without answers.
 
 A server has a temporary directory. It holds a lock on a file there until it ends, however it ends.
 So a directory whose lock is free belongs to no server any more.

@@ -3,7 +3,8 @@
 NumPy arrays and pandas frames are read as they are. Arrow tables, what exports them, and Parquet
 files are read by pyarrow.
 
-The layout has the header that is hashed first. The checks find digits that the type of a data set loses, overflow, and weights that are none.
+The layout has the header that is hashed first. The checks find digits that the type of a data set
+loses, overflow, and weights that are none.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ that receives a request runs its step and sends its answer, so that a lone calle
 second thread. A thread that leaves requests in the queue wakes another one.
 
 This module is run as the engine process. Its main thread makes the engine and handles the messages
-of the supervisor, while the threads of the `Loop` serve the front ends. The process ends at once when the supervisor is gone.
+of the supervisor, while the threads of the `Loop` serve the front ends. The process ends at once
+when the supervisor is gone.
 """
 
 from __future__ import annotations
