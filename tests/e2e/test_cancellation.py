@@ -3,13 +3,14 @@ afterwards, and everything that it held comes back.
 """
 
 import time
+from functools import partial
 
 import grpc
 import numpy as np
 import pytest
 
 import warpfit
-from support.servers.rpcs import LONG, SERVICE, request, start
+from support.servers.rpcs import LONG, SERVICE, long_request, request, start
 from support.servers.server import eventually
 from warpfit import codec
 from warpfit.calls.arguments import build_fit
@@ -45,10 +46,6 @@ def leaves_nothing(server, data):
     return check
 
 
-def losses(data):
-    return request(data, [LONG] * 300, loss="mse")
-
-
 def fits(data):
     program = warpfit.Program.apply("mul", LONG, warpfit.Program.parameter(0))
     fit = build_fit(data, [program] * 50, [[0.5]] * 50, {"loss": "mae", "max_iterations": 1000})
@@ -69,7 +66,9 @@ def codes(calls):
     return found
 
 
-@pytest.mark.parametrize(("method", "make"), [("Evaluate", losses), ("Optimize", fits)])
+@pytest.mark.parametrize(
+    ("method", "make"), [("Evaluate", partial(long_request, programs=300)), ("Optimize", fits)]
+)
 def test_while_the_engine_computes(caller, data, leaves_nothing, method, make):
     call = start(caller.channel, make(data), method)
     time.sleep(0.2)
@@ -81,7 +80,7 @@ def test_while_the_engine_computes(caller, data, leaves_nothing, method, make):
 
 
 def test_while_it_waits_for_the_engine(caller, data, leaves_nothing):
-    message = request(data, [LONG] * 10, loss="mse")  # the first of them may end in time
+    message = long_request(data, 10)  # the first of them may end in time
     found = codes([start(caller.channel, message, timeout=0.7) for _ in range(16)])
     assert set(found) <= {PASSED, grpc.StatusCode.RESOURCE_EXHAUSTED}  # the queue may be full
     assert found.count(PASSED) > 4

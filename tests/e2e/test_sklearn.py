@@ -43,8 +43,6 @@ from warpfit.sklearn.target_search import Progress  # noqa: E402
 
 #: Operators that are enough for the law; searching with all of them takes three times as long.
 FEW = ("+", "*", "/")
-
-
 #: Of searches that are short; to simplify takes longer than they do.
 SHORT = {"population": 30, "generations": 1, "operators": FEW, "simplify": False}
 #: Of searches with all operators, that simplify.
@@ -77,8 +75,14 @@ def table_of(X):
     return pytest.importorskip("pandas").DataFrame(X, columns=["a", "b", "c"])
 
 
-@pytest.mark.parametrize("kind", ["optimizer", *(pytest.param(kind, marks=pytest.mark.thorough)
-                         for kind in ("regressor", "classifier", "transformer"))])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(k, marks=pytest.mark.thorough)
+        for k in ("regressor", "classifier", "transformer")
+    ]
+    + ["optimizer"],
+)
 def test_scikit_learns_own_checks(search, server: ServerProcess, kind):
     """Those of `check_estimator`; none is expected to fail."""
     small = search(population=4, operators=("mul",), random_state=None)
@@ -163,9 +167,6 @@ def test_equations_are_chosen_by_criterion_or_index_and_leave_as_other_forms(sea
     }.items():
         assert model.set_params(model_selection=criterion).program() == chosen.program
     assert model.program(-1) == front[-1].program
-    np.testing.assert_array_equal(
-        model.predict(X, index=len(front) - 1), model.predict(X, index=-1)
-    )
     formula = model.sympy(-1)
     assert formula.free_symbols <= set(sympy.symbols("a b c"))
     row = dict(zip("abc", X.iloc[0], strict=True))
@@ -176,12 +177,11 @@ def test_equations_are_chosen_by_criterion_or_index_and_leave_as_other_forms(sea
     assert model.plot_fit(X, y).lines
     with pytest.raises(InvalidArgumentError, match="equation 99"):
         model.predict(X, index=99)
-    for index in ("a", 1.0):
-        with pytest.raises(InvalidArgumentError, match="Give an index from 0"):
-            model.sympy(index)
+    with pytest.raises(InvalidArgumentError, match="Give an index from 0"):
+        model.sympy(1.0)
 
 
-@pytest.mark.parametrize(("loss", "unit"), [("mse", 1.0), ("nmse", 1e-9), ("rmse", 1e160)])
+@pytest.mark.parametrize(("loss", "unit"), [("nmse", 1e-9), ("rmse", 1e160)])
 def test_a_search_and_a_proposal_have_the_same_description_length(search, client, loss, unit):
     """Whatever the loss, weights and the unit of the target are."""
     random = np.random.default_rng(4)
@@ -224,12 +224,9 @@ def test_every_column_is_that_of_its_formula_and_rows_held_out_choose(search):
     assert chosen.r2_held_out >= 0.0 or chosen.program.variables == 0
 
 
-@pytest.mark.parametrize("seconds", [1e-3, 60.0])
-def test_numbers_that_leave_no_room_for_their_units_are_refused(server: ServerProcess, seconds):
-    model = SymbolicRegressor(
-        address=server.address, generations=1, max_size=1, max_seconds=seconds,
-        units=["m"], target_unit="m", dimensionless_constants=True, guesses=["x1"],
-    )  # fmt: skip
+def test_numbers_that_leave_no_room_for_their_units_are_refused(search):
+    units = {"units": ["m"], "target_unit": "m", "dimensionless_constants": True}
+    model = search(max_size=1, max_seconds=1e-3, guesses=["x1"], **units)
     with pytest.raises(InvalidArgumentError, match="max_size=1 has room for the factors"):
         model.fit([[0.6]], [1.6e155])
 
@@ -253,13 +250,11 @@ def test_constraints_other_losses_and_symbols_hold_in_the_search(search):
     y = law(X)
     y[::10] += 50.0
     model = search(
+        {**SHORT, "population": 80, "generations": 12},
         operators=("+", "*", "/", "square", "exp"),
         loss="mae",
         constraints={"count": {"exp": 0}, "depth": 4},
         complexity_of_operators={"/": 2},
-        population=80,
-        generations=12,
-        simplify=False,
     ).fit(X, y)
     clean = np.arange(len(X)) % 10 > 0
     np.testing.assert_allclose(model.predict(X, index=-1)[clean], law(X)[clean], rtol=1e-3)
@@ -317,17 +312,15 @@ def test_searches_go_on_from_the_last_one_or_from_a_file(search, tmp_path):
     with pytest.warns(SearchWarning, match="which operators= has not"):
         other = search(with_sin, checkpoint=file, generations=0, operators=("+", "*")).fit(X, y)
     assert not re.search("sin|/", " ".join(str(each.program) for each in other.front_))
-    for junk in (b"no archive", b""):
-        file.write_bytes(junk)
-        with pytest.raises(InvalidArgumentError, match=r"search: no search has written it\."):
-            search(checkpoint=file).fit(X, y)
+    file.write_bytes(b"no archive")
+    with pytest.raises(InvalidArgumentError, match=r"search: no search has written it\."):
+        search(checkpoint=file).fit(X, y)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (lambda X, y: (X * [1.0, 1e12, 1e-12], y), ""),
-        (lambda X, y: (X + 1e300 * (np.arange(180).reshape(60, 3) == 7), y), r"x2 is up to 1e\+30"),
         (lambda X, y: (X, np.where(np.arange(60) < 2, -1e36, y)), r"the target is up to 1e\+36"),
         (lambda X, y: (X, y > np.median(y)), "SymbolicClassifier finds"),
     ],
@@ -340,28 +333,6 @@ def test_odd_data_are_warned_of(search, change, says):
     told = [str(each.message) for each in caught]
     assert len([text for text in told if re.search("up to|Classifier", text)]) == bool(says)
     assert not says or any(re.search(says, text) for text in told)
-
-
-@pytest.mark.parametrize(
-    ("X", "y"),
-    [
-        (np.array([["a", 1.0], ["b", 2.0]], object), [1.0, 2.0]),
-        (np.array([(1.0, 2.0)] * 2, [("a", float), ("b", float)]), [1.0, 2.0]),
-        (np.ones((2, 1)), np.array(["a", "b"], object)),
-    ],
-)
-def test_what_are_no_numbers_is_refused_as_by_upload(X, y):
-    with pytest.raises(InvalidArgumentError, match=r"real number|structured array"):
-        SymbolicRegressor(address="127.0.0.1:1").fit(X, y)
-
-
-def test_features_hold_no_rounding_errors(search):
-    X = np.random.default_rng(0).uniform(-1, 1, (100, 3))
-    y = X[:, 0] ** 2 - X[:, 1] ** 2 + X[:, 1] - 1
-    operators = ("+", "-", "*", "/", "abs", "sqrt", "log")
-    maker = SymbolicTransformer(search(operators=operators, generations=5, population=None))
-    features = maker.fit(X, y).get_feature_names_out()
-    assert not re.search(r"e-1\d", " ".join(features)), features
 
 
 def test_many_fits_share_the_server_of_a_client(client):
@@ -385,10 +356,9 @@ def test_what_there_was_no_time_for_is_said(search, capsys):
     assert model.start_seconds_ > 0.0
 
 
-@pytest.mark.parametrize(("columns", "seed"), [(9, 4), (12, 1)])
-def test_linear_regression_is_chosen_where_nothing_predicts_better(search, columns, seed):
-    """It is as long as a formula may be, or longer."""
-    rng = np.random.default_rng(seed)
+def test_linear_regression_is_chosen_where_nothing_predicts_better(search):
+    """Though it is longer than a formula may be."""
+    columns, rng = 12, np.random.default_rng(1)
     sizes = np.array([1e3, *[1.0] * (columns - 2), 1e-3])
     X = rng.normal(size=(120, columns)) * sizes
     signs = np.where(np.arange(columns) % 2, 1.0, -1.0)
@@ -467,9 +437,8 @@ def test_the_front_is_in_a_file_while_the_search_runs(search, tmp_path):
     assert all(list(row) == list(COLUMNS) for rows in seen for row in rows)
     assert file.read_text() == model.equations_.to_csv()
     assert [path.name for path in tmp_path.iterdir()] == ["front.csv"]
-    for place in (tmp_path, tmp_path / "none" / "front.csv", 3):
-        with pytest.raises(InvalidArgumentError, match="output is"):
-            search(output=place).fit(X, X[:, 0])
+    with pytest.raises(InvalidArgumentError, match="output is"):
+        search(output=tmp_path / "none" / "front.csv").fit(X, X[:, 0])
 
 
 @pytest.mark.parametrize("setting", ["output", "checkpoint"])
@@ -489,9 +458,8 @@ def test_several_targets_have_a_front_each(search):
     np.testing.assert_allclose(model.fit(X, y).predict(X), y, rtol=1e-8)
     assert len(model.equations_) == len(model.program_) == 2
     assert model.latex(output=1) == "x_{3} - 2"
-    for ask in (model.latex, model.chance, model.programs_found, model.plot_front):
-        with pytest.raises(InvalidArgumentError, match="an output from 0 to 1"):
-            ask(output=2)
+    with pytest.raises(InvalidArgumentError, match="an output from 0 to 1"):
+        model.latex(output=2)
 
 
 def test_models_work_in_scikit_learn_and_travel_without_a_server(search):
@@ -531,7 +499,6 @@ def test_parameters_of_a_known_law(server: ServerProcess):
                 *({"population": 100_000, "max_size": 1000}, {"dimensionless_constants": True}),
                 *({"model_selection": "taste"}, {"checkpoint": "/no/such/folder/file"}),
                 *({"complexity_of_operators": 2}, {"constraints": {"nesting": {"sin": 1}}}),
-                *({"constraints": {"monotonic": {"x1": "sideways"}}}, {"max_seconds": "9"}),
                 *({"random_state": "a"}, {"engine": "gpu"}, {"operators": {"+": 1}}),
             )
         ],
@@ -540,7 +507,6 @@ def test_parameters_of_a_known_law(server: ServerProcess):
         ("BAD_ENUM", {"loss": "nonsense"}),
         ("BAD_TEMPLATE: .*0 functions", {"template": "x1 + p1"}),
         ("BAD_TEMPLATE: .*does not depend on g", {"template": "f(x1) + 0*g(x2)"}),
-        ("WRONG_ARITY: .*f takes 1 operand", {"template": "f(x1) + f(x1, x2)"}),
         ("UNKNOWN_NAME: .*height", {"template": "f(x1) + height"}),
     ],
 )
@@ -548,13 +514,6 @@ def test_settings_that_make_no_sense(reason, settings):
     with pytest.raises(warpfit.WarpfitError) as caught:
         SymbolicRegressor(**settings).fit(points(), law(points()))
     assert re.match(reason, f"{caught.value.reason}: {caught.value}", re.DOTALL)
-
-
-@pytest.mark.thorough
-def test_an_embedded_server_does_when_there_is_no_address():
-    X = points(50)
-    model = ParameterOptimizer("p1*x1^2/x2 + p2").fit(X, law(X))
-    np.testing.assert_allclose(model.parameters_, [1.5, 0.25], rtol=1e-6)
 
 
 def test_the_shell_prints_the_front_and_writes_a_plot_and_json(
@@ -586,8 +545,6 @@ def test_rows_of_weight_0_are_left_out_and_masked_data_refused(search):
     for call in (lambda: model.fit(masked, y[3:]), lambda: model.predict(masked)):
         with pytest.raises(warpfit.WarpfitError, match="no value in row 2"):
             call()
-    with pytest.raises(warpfit.WarpfitError, match="real numbers"):
-        model.fit(np.array([["1"], ["2_0"]], dtype=object), [1.0, 2.0])
 
 
 @pytest.mark.thorough
@@ -604,7 +561,7 @@ def test_chance_tells_a_law_from_noise(search):
     with pytest.raises(InvalidArgumentError) as caught:
         pickle.loads(pickle.dumps(model)).chance(n=9)
     assert caught.value.reason == "NO_DATA"
-    for wrong in ({"n": 0}, {"n": np.nan}, {"seed": -1}):
+    for wrong in ({"n": 0}, {"seed": -1}):
         with pytest.raises(InvalidArgumentError, match=f"{next(iter(wrong))} is"):
             model.chance(**wrong)
 
@@ -619,11 +576,7 @@ def test_evidence_chooses_an_equation(search):
         search(model_selection="evidence", loss="mae").fit(X, noisy(X))
 
 
-@pytest.mark.parametrize(
-    "column",
-    [["x", "y", "z"] * 4, ["1", "2", "3"] * 4, np.array(["2020-01-01"] * 12, "M8[D]"),
-     np.array(["x", 1.0, None] * 4, object)],
-)  # fmt: skip
+@pytest.mark.parametrize("column", [["1", "2", "3"] * 4, np.array(["2020-01-01"] * 12, "M8[D]")])
 def test_columns_of_text_or_dates_are_named(column):
     """Before any server is asked."""
     pd = pytest.importorskip("pandas")
@@ -680,10 +633,8 @@ def test_a_guess_is_never_lost_and_never_gets_worse(search):
     guess = "3*exp(-0.4*x1) + 0.5"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SearchWarning)
-        settings = {"guesses": [guess], "simplify": False}
-        model = search(USUAL, loss="mae", population=20, generations=0, **settings).fit(
-            x[:, None], y
-        )
+        model = search(loss="mae", guesses=[guess], population=20, generations=0)
+        model.fit(x[:, None], y)
     best = min(e.loss for e in model.front_ if e.complexity <= len(warpfit.parse(guess)))
     assert best <= np.mean(np.abs(3.0 * np.exp(-0.4 * x) + 0.5 - y)) * (1.0 + 1e-12)
 
@@ -711,27 +662,30 @@ def test_functions_of_ones_own_travel_with_an_estimator(search, tmp_path):
     settings = {"operators": ["mul", "bump_"], "generations": 0, "simplify": False}
     model = search(USUAL, checkpoint=tmp_path / "s.npz", **settings).fit(X, y)
     (tmp_path / "m").write_bytes(pickle.dumps(model.set_params(checkpoint=None)))
-    code = (
-        "import pickle, sys; from warpfit.parse import MACROS; from pathlib import Path\n"
-        "MACROS.find('sinc'), MACROS.find('sech')  # which take the codes of the others\n"
-        f"model = pickle.loads(Path({str(tmp_path / 'm')!r}).read_bytes())\n"
-        "print(model.programs_found()[0])\n"
-        "model._check_settings()  # which know the operators\n"
-        "from warpfit.sklearn.target_search import load\n"
-        "from warpfit.sklearn.templates import Form\n"
-        f"print(load(Path({str(tmp_path / 's.npz')!r}), Form(), 99, 2).program(0))\n"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    code = """
+import pickle; from warpfit.parse import MACROS; from pathlib import Path
+from warpfit.sklearn.target_search import load
+from warpfit.sklearn.templates import Form
+MACROS.find("sinc"), MACROS.find("sech")  # which take the codes of the others
+model = pickle.loads(Path("m").read_bytes())
+model._check_settings()  # which know the operators
+print(model.programs_found()[0], load(Path("s.npz"), Form(), 99, 2).program(0), sep="\\n")
+"""
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, cwd=tmp_path, env=paths, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.split("\n")[0] == str(model.programs_found()[0])
-    assert "exp(-" in found.stdout.split("\n")[1]
+    own, loaded = found.stdout.splitlines()
+    assert own == str(model.programs_found()[0])
+    assert "exp(-" in loaded
 
 
 def test_few_rows_pay_for_no_long_formula(search):
     g = np.random.default_rng(0)
     X, y = g.normal(size=(10, 4)), g.normal(size=10)
+    model = search(USUAL, generations=2, model_selection="accuracy", simplify=False)
     with pytest.warns(SearchWarning, match="tokens, which 10 rows do not pay for"):
-        model = search(USUAL, generations=2, model_selection="accuracy", simplify=False).fit(X, y)
+        model.fit(X, y)
     assert model.front_[-1].r2 > 0.9
     assert model.program_.variables == 0
 
@@ -766,22 +720,19 @@ def test_the_functions_of_a_template_are_found(search, tmp_path):
 @pytest.mark.parametrize(
     ("template", "law"),
     [
-        # Functions of expressions and of functions, an operator that is written with others, and a
-        # number of the template that is not fitted.
+        # An operator that is written with others, a number that is not fitted, a nested function.
         ("sech(f(x1/x2)) + 0.3*x3", lambda a, b, c: 1 / np.cosh(1.2 * a / b) + 0.3 * c),
         ("g(x3, h(x1))", lambda a, b, c: c / (1 + a**2)),
     ],
-)  # fmt: skip
+)
 def test_templates_substitute_and_have_parameters(search, template, law):
     X = positive()
-    y = law(*X.T)
-    model = search(LONG, template=template).fit(X, y)
-    np.testing.assert_allclose(model.predict(X), y, rtol=1e-6)
+    model = search(LONG, template=template).fit(X, law(*X.T))
+    np.testing.assert_allclose(model.predict(X), law(*X.T), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("template", "meant"),
-    [("sinn(x1)/x2", ["sin"]), ("f(x1) + logg(x2)", ["log"]), ("f(x1) + g1(x2)*fun(x3)", [])],
+    ("template", "meant"), [("f(x1) + logg(x2)", ["log"]), ("f(x1) + g1(x2)*fun(x3)", [])]
 )
 def test_a_function_of_a_template_like_a_known_one_is_warned_of(template, meant):
     with warnings.catch_warnings(record=True) as caught, pytest.raises(UnavailableError):
@@ -808,9 +759,8 @@ def grouped(rows=120, noise=0.0):
 def test_groups_have_one_formula_and_constants_of_their_own(search):
     optimize = pytest.importorskip("scipy.optimize")
     X, y = grouped(noise=0.01)
-    model = search(
-        LONG, group="station", held_out=0.0, generations=0, guesses=["a / (b + 1.5)"]
-    ).fit(X, y)
+    told = {"generations": 0, "guesses": ["a / (b + 1.5)"]}
+    model = search(LONG, group="station", held_out=0.0, **told).fit(X, y)
     assert model.groups_.tolist() == list(CONSTANTS)
     assert model.expression_.count("p") == 3
     assert model.score(X, y) > 0.999
@@ -846,7 +796,6 @@ def test_groups_have_one_formula_and_constants_of_their_own(search):
     [
         ({"group": "town"}, {}, "a, station, b"),
         ({"group": "station"}, {"station": "Bern"}, "there are 1 groups"),
-        ({"group": "station"}, {"station": np.arange(120)}, "there are 120 groups"),
         ({"group": "station"}, {"station": np.arange(120) // 3 % 39}, "fewer than 5"),
         ({"group": "station"}, {"station": ["Bern"] * 60 + [np.nan] * 60}, "row 60 has no group"),
         ({"group": "station", "loss": "rmse"}, {}, "mean or sum"),
