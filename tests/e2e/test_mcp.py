@@ -87,7 +87,6 @@ def test_an_agent_finds_a_law_over_stdio(server, root):
 
     tools, seen, found, again, short, values, drawn, searched = asyncio.run(work())
     assert set(tools) == {"describe_data", "propose", "search", "simplify", "predict", "plot"}
-    assert all(tool.description for tool in tools.values())
     assert (seen["rows"], [column["name"] for column in seen["columns"]]) == (200, ["a", "b"])
     law, line = found["answers"]
     cut, nothing = found["errors"]

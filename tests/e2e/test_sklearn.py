@@ -110,23 +110,10 @@ def test_formulas_tell_classes_and_are_features(search):
     maker = SymbolicTransformer(search(), n_components=3).set_output(transform="pandas")
     features = maker.fit_transform(X, odds)
     assert features.columns.tolist() == maker.get_feature_names_out().tolist()
-    assert features.shape == (200, 3)
     assert np.abs(np.corrcoef(features.T) - np.eye(3)).max() < 0.99
     assert abs(np.corrcoef(features.iloc[:, 0], odds)[0, 1]) > 0.999999
     with pytest.raises(InvalidArgumentError, match="n_components"):
         SymbolicTransformer(search(), n_components=0).fit(X, odds)
-
-
-def test_guesses_begin_a_population(search):
-    X = points(100)
-    y = 2 * X[:, 0] + np.sin(3.1 * X[:, 1] * X[:, 2] + 0.7) / (1 + X[:, 0])
-    guess = "2*x1 + sin(3*x2*x3 + p1)/(1 + x1)"
-    model = search(guesses=[guess, "x1"], generations=0).fit(X, y)
-    assert model.front_[-1].r2 > 0.999999
-    assert search(generations=0).fit(X, y).front_[-1].r2 < 0.999
-    for wrong in ("x1", ["x9"], ["+".join(["x1*x2"] * 30)]):
-        with pytest.raises(warpfit.WarpfitError, match=r"guesses|x9"):
-            search(guesses=wrong).fit(X, y)
 
 
 def test_a_law_is_found_and_written_in_the_names_of_the_columns(server: ServerProcess):
@@ -140,26 +127,20 @@ def test_a_law_is_found_and_written_in_the_names_of_the_columns(server: ServerPr
     assert model.latex()
 
 
-def test_equations_are_chosen_by_criterion_or_index_and_leave_as_other_forms(search, monkeypatch):
+def test_equations_are_chosen_by_criterion_or_index_and_leave_as_other_forms(search):
     sympy = pytest.importorskip("sympy")
     X, y = table_of(points(100)), noisy(points(100))
     model = search().fit(X, y)
     table, front = model.equations_, model.front_
     assert list(table) == front
-    sizes, losses = zip(*((equation.complexity, equation.loss) for equation in front), strict=True)
-    assert (list(sizes), list(losses)) == (sorted(sizes), sorted(losses, reverse=True))
     frame = table.to_pandas()
     assert frame.equation.tolist() == [equation.equation for equation in front]
     assert frame.r2_held_out.max() > 0.95
     for equation in front:
         error = model.predict(X, front.index(equation)) - y
         assert equation.r2 == pytest.approx(1 - np.mean(error**2) / np.var(y))
-    monkeypatch.setenv("COLUMNS", "80")
-    assert max(map(len, str(table).splitlines())) <= 80
     assert "held out" in str(table)
     assert f"${front[-1].latex}$" in table._repr_html_().replace("&lt;", "<")
-    numbers = re.findall(r"[1-9][0-9.]*", " ".join(f"{e.equation} {e.latex}" for e in front))
-    assert max(len(number.replace(".", "")) for number in numbers) <= 4
     for criterion, chosen in {
         "accuracy": front[-1],
         "description_length": min(front, key=lambda equation: equation.choice_length),
@@ -199,66 +180,11 @@ def test_a_search_and_a_proposal_have_the_same_description_length(search, client
     assert unit == 1e160 or np.isfinite([each.description_length for each in found]).all()
 
 
-def test_every_column_is_that_of_its_formula_and_rows_held_out_choose(search):
-    X = points(200)
-    y = np.random.default_rng(2).standard_t(2, len(X)) * 5.0
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model = search(simplify=True, operators=("+", "*", "/", "log"))
-        model.fit(X, y, np.full(len(X), 10.0))
-    assert {warning.category for warning in caught} <= {SearchWarning}
-    order = np.unique(np.column_stack([X, y]), axis=0)
-    rng = np.random.default_rng(sklearn.utils.check_random_state(0).randint(2**31))
-    held = order[rng.permutation(len(X))[:20]]
-    assert model.front_[0].program.variables == 0
-    for equation in model.front_:
-        assert equation.complexity == len(equation.program)
-        error = reference(equation.program, X.T) - y
-        assert np.mean(error**2) == pytest.approx(equation.loss, rel=1e-6)
-        error = reference(equation.program, held[:, :3].T) - held[:, 3]
-        own = 1 - np.mean(error**2) / np.var(held[:, 3])
-        if equation.is_linear_regression:  # which is fitted to these rows, too
-            own = equation.r2_held_out
-        assert own == pytest.approx(equation.r2_held_out, abs=1e-6)
-    chosen = next(e for e in model.front_ if e.program == model.program_)
-    assert chosen.r2_held_out >= 0.0 or chosen.program.variables == 0
-
-
 def test_numbers_that_leave_no_room_for_their_units_are_refused(search):
     units = {"units": ["m"], "target_unit": "m", "dimensionless_constants": True}
     model = search(max_size=1, max_seconds=1e-3, guesses=["x1"], **units)
     with pytest.raises(InvalidArgumentError, match="max_size=1 has room for the factors"):
         model.fit([[0.6]], [1.6e155])
-
-
-def test_losses_that_may_be_negative_choose_formulas(search):
-    X = points(200)
-    y = np.random.default_rng(1).poisson(np.exp(X[:, 0])).astype(float)
-    loss = warpfit.losses.poisson(log=True)
-    model = search(loss=loss, operators=("exp", "*"), generations=4).fit(X, y)
-    assert np.corrcoef(np.exp(model.predict(X)), np.exp(X[:, 0]))[0, 1] > 0.99
-    assert min(equation.loss for equation in model.front_) < 0.0
-    low, _ = model.set_params(model_selection="best").plot_front().get_ylim()
-    assert low > min(equation.excess for equation in model.front_) / 10 > 0.0
-    limit = 1.5 * min(equation.excess for equation in model.front_)
-    near = [equation for equation in model.front_ if equation.excess <= limit]
-    assert model.program() == max(near, key=lambda equation: equation.score).program
-
-
-def test_constraints_other_losses_and_symbols_hold_in_the_search(search):
-    X = points(150)
-    y = law(X)
-    y[::10] += 50.0
-    model = search(
-        {**SHORT, "population": 80, "generations": 12},
-        operators=("+", "*", "/", "square", "exp"),
-        loss="mae",
-        constraints={"count": {"exp": 0}, "depth": 4},
-        complexity_of_operators={"/": 2},
-    ).fit(X, y)
-    clean = np.arange(len(X)) % 10 > 0
-    np.testing.assert_allclose(model.predict(X, index=-1)[clean], law(X)[clean], rtol=1e-3)
-    assert "exp" not in str(model.equations_)
 
 
 def test_monotonicity_holds_in_every_row(search):
@@ -336,9 +262,7 @@ def test_odd_data_are_warned_of(search, change, says):
 
 
 def test_many_fits_share_the_server_of_a_client(client):
-    X = points(60)
-    law_of = ParameterOptimizer("p1*x1^2/x2 + p2", address=client)
-    assert cross_val_score(law_of, X, law(X), cv=3).min() > 0.999
+    X, law_of = points(60), ParameterOptimizer("p1*x1^2/x2 + p2", address=client)
     grid = GridSearchCV(law_of, {"expression": ["p1*x1", "p1*x1^2/x2 + p2"]}, cv=2)
     assert grid.fit(X, law(X)).best_params_["expression"] == "p1*x1^2/x2 + p2"
     assert repr(client) in repr(law_of)
@@ -375,10 +299,6 @@ def test_linear_regression_is_chosen_where_nothing_predicts_better(search):
     # Limits that are given hold for it, too.
     other = search(generations=0, population=100, max_size=25).fit(X, y)
     assert not any(equation.is_linear_regression for equation in other.front_)
-    # A law is not lost.
-    y = X[:, 1] * X[:, 2] + rng.normal(0.0, 0.3, 120)
-    model = search(generations=0, population=100).fit(X, y)
-    assert np.corrcoef(model.predict(X), X[:, 1] * X[:, 2])[0, 1] > 0.999
 
 
 def command(folder, X, y):
@@ -481,10 +401,8 @@ def test_parameters_of_a_known_law(server: ServerProcess):
     assert model.standard_errors_.shape == (3,)
     assert "p1" not in model.expression_
     y = np.sin(4.0 * X[:, 0])
-    one = ParameterOptimizer("sin(p1*x1)", address=server.address).fit(X, y)
     several = {"starts": 30, "random_state": 0, "address": server.address}
-    many = ParameterOptimizer("sin(3*p1*x1)", **several).fit(X, y)
-    assert many.loss_ < 1e-10 < 0.1 < one.loss_
+    assert ParameterOptimizer("sin(3*p1*x1)", **several).fit(X, y).loss_ < 1e-10
     bounded = ParameterOptimizer("p1*x1", bounds=(0.0, 0.1), address=server.address).fit(X, y)
     assert 0.0 <= bounded.parameters_[0] <= 0.1
 
@@ -503,6 +421,7 @@ def test_parameters_of_a_known_law(server: ServerProcess):
             )
         ],
         ("UNKNOWN_OPERATOR", {"operators": ["add", "nonsense"]}),
+        ("UNKNOWN_NAME: .*x9", {"guesses": ["x9"]}),
         ("UNKNOWN_UNIT", {"units": ["m", "florin", "s"]}),
         ("BAD_ENUM", {"loss": "nonsense"}),
         ("BAD_TEMPLATE: .*0 functions", {"template": "x1 + p1"}),
@@ -607,13 +526,6 @@ def test_a_formula_without_a_value_on_a_row_held_out_ends_no_search(search):
         model = search(USUAL, **settings).fit(x[:, None], np.sinc(x / np.pi))
     assert (model.reason_, model.n_iter_) == ("generations", 2)
     assert all(np.isfinite(equation.loss) for equation in model.front_)
-
-
-def test_a_formula_that_is_exact_on_the_sample_alone_ends_no_search(search):
-    x = np.random.default_rng(0).uniform(1.0, 4.0, 2000)
-    y = np.where(np.arange(2000) == 77, 50.0, x**2)
-    model = search(USUAL, generations=2, sample_rows=50, simplify=False).fit(x[:, None], y)
-    assert (model.reason_, model.n_iter_) == ("generations", 2)
 
 
 def test_shortening_undoes_no_exact_formula(search):

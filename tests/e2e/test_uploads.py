@@ -64,9 +64,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "dtype"),
     [("rows.npy", "float32"), pytest.param("table.parquet", "float64", marks=pytest.mark.thorough)],
 )
-def test_an_upload_takes_memory_for_one_block_here_and_for_its_data_there(
-    name: str, dtype: str, files: Path, server: ServerProcess
-):
+def test_an_upload_takes_memory_for_one_block_and_for_its_data(name, dtype, files, server):
+    """A block here, the data there."""
     folder = Path(f"/proc/{server.process.pid}")
     (folder / "clear_refs").write_text("5")
     before = peak(folder)

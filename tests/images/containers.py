@@ -96,15 +96,10 @@ class Image:
         folder: tuple[str, str] = ("", ""),
         **options: Any,
     ) -> subprocess.Popen[Any]:
-        """Run a command in a container of the image.
+        """Run a command in a container of the image; ``options`` are those of `subprocess.Popen`.
 
-        Args:
-            volume: folder of this machine for the image's volume.
-            command: with its arguments.
-            changes: variables that differ from the image's.
-            folder: a folder of this machine, and where it is in the container.
-            **options: of `subprocess.Popen`.
-
+        The image's volume is a folder of this machine. ``changes`` are variables that differ from
+        the image's, ``folder`` is one of this machine, and where it is in the container.
         """
         outside = {
             **{"root": str(self.root), "user": self.user, "volume": str(volume)},
@@ -131,12 +126,7 @@ class Image:
 
     @contextmanager
     def serve(
-        self,
-        volume: Path,
-        log: IO[str],
-        seconds: float,
-        folder: tuple[str, str] = ("", ""),
-        **changes: str,
+        self, volume: Path, log: IO[str], seconds: float, folder: tuple[str, str], **changes: str
     ):
         """Start the image's own command; give the process once its health check succeeds."""
         with self.start(volume, self.command, changes, folder, stderr=log) as server:
@@ -156,12 +146,7 @@ class Image:
 
 
 class Builder:
-    """Makes a base and images on it, in a storage of its own.
-
-    Args:
-        work: folder for all of it.
-
-    """
+    """Makes a base and images on it, in a storage of its own in the folder ``work``."""
 
     def __init__(self, work: Path) -> None:
         self._work = work
@@ -171,8 +156,8 @@ class Builder:
         """Make what stands for the official image of Python: the same Debian, its Python."""
         self._network.make()
         base = self._work / "base"
-        command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", base]
-        self._checked([*command])
+        flags = ("--variant=minbase", f"--include={PACKAGES}")
+        self._checked(["debootstrap", *flags, "bookworm", base])
         (base / "usr/local/bin/python").symlink_to("/usr/bin/python3")
         for mark in base.glob("usr/lib/python3*/EXTERNALLY-MANAGED"):
             mark.unlink()
@@ -213,8 +198,7 @@ class Builder:
 
     def _checked(self, command: Sequence[str | Path]) -> str:
         environment = {**os.environ, "BUILDAH_ISOLATION": "chroot", "STORAGE_DRIVER": "vfs"}
-        ran = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=STEP_SECONDS
-        )
+        given = {"env": environment, "capture_output": True, "text": True, "timeout": STEP_SECONDS}
+        ran = subprocess.run(command, **given)
         assert ran.returncode == 0, f"{command}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
         return ran.stdout

@@ -27,15 +27,13 @@ from support.load.load import Load, OwnConnection
 from support.servers import health
 from support.servers.network import Proxy, Spoil
 from support.servers.rpcs import OWN_CONNECTION, SERVICE
-from support.servers.server import ServerProcess, private_bytes
+from support.servers.server import ServerProcess, eventually, private_bytes
 from warpfit import codec
 from warpfit.dataset import Dataset
 from warpfit.errors import DeadlineExceededError
 
 #: Faster than the defaults, so that a test does not wait.
 EAGER = ("--hang-seconds", "3", "--health-port", "0", "--metrics-port", "0")
-
-
 #: A constant that an engine with the fault ``harm`` dies of; the next number loses a connection.
 FATAL = 666.0
 
@@ -84,13 +82,9 @@ def engine_sigstop(stops: int, clients: int = 4) -> dict[str, Any]:
                 unready.append(last_ready - stopped)
                 replaced.append(time.monotonic() - stopped)
                 load.wait_for_answers(1)
-        return {
-            "stops": stops,
-            "settings": " ".join(EAGER[:8]),
-            **figures(load),
-            **spread("seconds_until_unready", unready),
-            **spread("seconds_until_replaced", replaced),
-        }
+        seen = {"stops": stops, "settings": " ".join(EAGER[:8]), **figures(load)}
+        seen |= spread("seconds_until_unready", unready)
+        return seen | spread("seconds_until_replaced", replaced)
 
 
 def endless_work(kind: str) -> dict[str, Any]:
@@ -115,12 +109,8 @@ def endless_work(kind: str) -> dict[str, Any]:
             switch.unlink()
             client.evaluate(data, ["x1"] * 20, timeout=20)
             answered = time.monotonic() - started
-    return {
-        "kind": kind,
-        "client_gave_up_after_seconds": round(given_up, 3),
-        "engine_gone_after_seconds": round(replaced, 3),
-        "answered_again_after_seconds": round(answered, 3),
-    }
+    moments = {"client_gave_up": given_up, "engine_gone": replaced, "answered_again": answered}
+    return {"kind": kind, **{f"{x}_after_seconds": round(moments[x], 3) for x in moments}}
 
 
 def supervisor_sigkill(kills: int, clients: int = 4) -> dict[str, Any]:
@@ -154,12 +144,8 @@ def sigterm(stops: int, clients: int = 8, front_ends: int = 1) -> dict[str, Any]
             seconds.append(time.monotonic() - started)
             fleet.replace(0)
             load.wait_for_answers(3)
-    return {
-        "stops": stops,
-        "answers_while_unready": unready_first,
-        **figures(load),
-        **spread("seconds_to_stop", seconds),
-    }
+    seen = {"stops": stops, "answers_while_unready": unready_first, **figures(load)}
+    return seen | spread("seconds_to_stop", seconds)
 
 
 def bad_network(rounds: int) -> dict[str, Any]:
@@ -174,10 +160,7 @@ def bad_network(rounds: int) -> dict[str, Any]:
             "cut_uploads": [_cut_upload(server.address, n) for n in range(rounds)],
         }
         load.wait_for_answers(20)
-        deadline = time.monotonic() + 10
-        while _connections(server) > baseline:
-            assert time.monotonic() < deadline, "connections are left over"
-            time.sleep(0.05)
+        eventually(lambda: _connections(server) <= baseline, 10)
     return {**outcomes, "others": figures(load), "connections_left_over": 0}
 
 
@@ -200,14 +183,20 @@ def _connections(server: ServerProcess) -> int:
     return sum(connection.status == psutil.CONN_ESTABLISHED for connection in connections)
 
 
-def _dribble(address: str) -> float:
-    """A call whose bytes arrive one by one in both directions is answered."""
-    X = np.arange(6.0).reshape(3, 2)
-    one = Spoil(piece=1)
+@contextmanager
+def _through(address: str, **spoiled: Spoil) -> Iterator[tuple[Proxy, warpfit.Client]]:
+    """Connect a client to a server over a bad network."""
     with (
-        Proxy(address, up=one, down=one) as proxy,
+        Proxy(address, **spoiled) as proxy,
         warpfit.connect(proxy.address, transport=OwnConnection()) as client,
     ):
+        yield proxy, client
+
+
+def _dribble(address: str) -> float:
+    """A call whose bytes arrive one by one in both directions is answered."""
+    X, one = np.arange(6.0).reshape(3, 2), Spoil(piece=1)
+    with _through(address, up=one, down=one) as (_, client):
         started = time.monotonic()
         got = client.evaluate(client.upload(X), ["x1 + x2"], timeout=30)
         np.testing.assert_array_equal(got[:, 0], X.sum(axis=1))
@@ -219,10 +208,7 @@ def _slow(address: str) -> float:
     X = np.ones((100_000, 2))
     with warpfit.connect(address) as direct:
         data = direct.upload(X)
-    with (
-        Proxy(address, down=Spoil(piece=4096, pause=0.05)) as proxy,
-        warpfit.connect(proxy.address, transport=OwnConnection()) as client,
-    ):
+    with _through(address, down=Spoil(piece=4096, pause=0.05)) as (_, client):
         started = time.monotonic()
         try:
             client.evaluate(data, ["x1"] * 20, timeout=1.0)
@@ -236,10 +222,7 @@ def _cut(address: str, after: int) -> bool:
     X = np.random.default_rng(after).normal(size=(5_000, 2))
     with warpfit.connect(address) as direct:
         data = direct.upload(X, dtype="float64")
-    with (
-        Proxy(address, down=Spoil(cut_after=after)) as proxy,
-        warpfit.connect(proxy.address, transport=OwnConnection()) as client,
-    ):
+    with _through(address, down=Spoil(cut_after=after)) as (proxy, client):
         threading.Timer(0.3, lambda: setattr(proxy, "down", Spoil())).start()
         got = client.evaluate(data, ["x1 - x2"], timeout=20)
         return bool(np.array_equal(got[:, 0], X[:, 0] - X[:, 1])) and proxy.connections > 1
@@ -248,10 +231,7 @@ def _cut(address: str, after: int) -> bool:
 def _cut_upload(address: str, number: int) -> bool:
     """An upload that is cut off is sent again."""
     X = np.random.default_rng(1000 + number).normal(size=(100_000, 2))
-    with (
-        Proxy(address, up=Spoil(cut_after=300_000 + 100_000 * number)) as proxy,
-        warpfit.connect(proxy.address, transport=OwnConnection()) as client,
-    ):
+    with _through(address, up=Spoil(cut_after=300_000 + 100_000 * number)) as (proxy, client):
         threading.Timer(0.3, lambda: setattr(proxy, "up", Spoil())).start()
         data = client.upload(X, dtype="float64")
         got = client.evaluate(data, ["x1"], rows=slice(0, 5), timeout=20)
@@ -323,13 +303,13 @@ def under_load(
     """
     gaps, clients = [], 6
     with Load(cluster.address, clients) as load:
-        for number in range(times):
+        for index in (number % cluster.size for number in range(times)):
             load.wait_for_answers(10)
             began = time.monotonic()
-            fault(number % cluster.size)
+            fault(index)
             load.wait_for_answers(10)
             gaps.append(max(load.gaps(began, time.monotonic())))
-            repair(number % cluster.size)
+            repair(index)
         load.wait_for_answers(10)
     seen = {**figures(load), **spread("client_gap_seconds", gaps)}
     return {counted: times, "clients": clients, **seen}
@@ -406,16 +386,14 @@ def is_clean(seen: dict[str, Any]) -> bool:
 
 def held(server: ServerProcess) -> dict[str, int]:
     """Shared memory, descriptors and private memory of the main process and the front ends."""
-    return {
-        "shared_bytes": server.shared_memory(),
-        "descriptors": server.descriptors(),
-        "private_bytes": sum(private_bytes(one.pid) for one in server.front_ends()),
-    }
+    private = sum(private_bytes(one.pid) for one in server.front_ends())
+    counts = server.shared_memory(), server.descriptors()
+    return {**dict(zip(_COUNTS, counts, strict=True)), "private_bytes": private}
 
 
-def _settled(server: ServerProcess, before: dict[str, int], seconds: float = 20) -> dict[str, int]:
+def _settled(server: ServerProcess, before: dict[str, int]) -> dict[str, int]:
     """Memory and descriptors of the server once they are no more than before, or after a time."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 20
     now = held(server)
     while any(now[x] > before[x] for x in _COUNTS) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -446,8 +424,7 @@ def _upload(address: str, count: int, under_way: Any) -> None:
         method = channel.stream_unary(SERVICE + "UploadVariables")
         table = np.full((50_000, 4), number, np.float32)
         calls.append(method.future(_half_of_an_upload(Dataset.of(table), begun)))
-    for _ in range(count):
-        assert begun.acquire(timeout=60)
+    assert all(begun.acquire(timeout=60) for _ in range(count))
     time.sleep(0.3)  # until what was sent has arrived
     assert not any(call.done() for call in calls)
     under_way.send(None)

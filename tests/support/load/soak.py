@@ -35,12 +35,9 @@ def soak(
     counts: dict[str, int] = {}
     batches = [thesis_mix(seed, 300) for seed in range(2 if seconds < 60 else 12)]
     with ServerProcess(*flags, devices=devices, **environment) as server:
-
-        def client(number: int) -> None:
-            _client(server.address, number, batches, stop, counts)
-
+        given = server.address, batches, stop, counts
         samples, end = [], time.monotonic() + seconds
-        with in_threads(client, range(clients)):
+        with in_threads(lambda number: _client(number, *given), range(clients)):
             while time.monotonic() < end:
                 samples.append(_sample(server))
                 time.sleep(min(2.0, max(0.1, seconds / 50)))
@@ -59,15 +56,14 @@ def soak(
 
 def _sample(server: ServerProcess) -> dict[str, float]:
     """Memory of the server's processes, each page counted once, and what else may pile up."""
-    processes = server.family()
-    memory = {f"{role}_bytes": p.memory_full_info().pss for role, p in processes.items()}
-    family = processes.values()
+    family = server.family()
+    memory = {f"{role}_bytes": p.memory_full_info().pss for role, p in family.items()}
     gpus = scrape(server.facts["metrics"]).total("warpfit_gpu_memory_used_bytes")
     return {
         "memory_bytes": sum(memory.values()),
         **memory,
-        "descriptors": sum(process.num_fds() for process in family),
-        "threads": sum(process.num_threads() for process in family),
+        "descriptors": sum(process.num_fds() for process in family.values()),
+        "threads": sum(process.num_threads() for process in family.values()),
         "gpu_bytes": gpus,
     }
 
@@ -84,17 +80,12 @@ def judged(samples: list[dict[str, float]]) -> dict[str, Any]:
     growth = {name: after - before for name, (before, after) in ends.items()}
     passed = max(growth["memory_bytes"], growth["gpu_bytes"]) < LIMIT_BYTES
     tenths = [samples[count * part // 10]["memory_bytes"] >> 20 for part in range(10)]
-    return {
-        "samples": count,
-        "memory_mib_at_each_tenth": tenths,
-        "warm_and_end": ends,
-        "growth": growth,
-        "passed": passed,
-    }
+    found = {"samples": count, "memory_mib_at_each_tenth": tenths, "warm_and_end": ends}
+    return {**found, "growth": growth, "passed": passed}
 
 
 def _client(
-    address: str, number: int, batches: list[Any], stop: threading.Event, counts: dict[str, int]
+    number: int, address: str, batches: list[Any], stop: threading.Event, counts: dict[str, int]
 ) -> None:
     with warpfit.connect(address, transport=OwnConnection()) as client:
         worker = Worker(client, number, batches)

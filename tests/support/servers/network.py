@@ -63,16 +63,10 @@ class Authority:
 
 
 def _builder(subject, issuer, key, days):
-    now = datetime.now(UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now + timedelta(days=days[0]))
-        .not_valid_after(now + timedelta(days=days[1]))
-    )
+    begin, end = (datetime.now(UTC) + timedelta(days=day) for day in days)
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
+    builder = builder.serial_number(x509.random_serial_number())
+    return builder.not_valid_before(begin).not_valid_after(end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +154,7 @@ def _reset(end: socket.socket) -> None:
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _ACK, _END_STREAM, _END_HEADERS = 1, 1, 4
-_INITIAL_WINDOW: Final = 4
-_CANCEL: Final = 8
-_FRAME: Final = 16384
-_BURST: Final = 64 * _FRAME
+_INITIAL_WINDOW, _CANCEL, _FRAME = 4, 8, 16384
 #: First index of HPACK's dynamic table, where the header stands that was indexed last.
 _NEWEST_INDEXED: Final = 62
 
@@ -237,7 +228,7 @@ class RawConnection:
         """Send bytes of a call as far as the server lets them come; return how many."""
         deadline, sent = time.monotonic() + timeout, 0
         while sent < len(data) and not self._is_over(stream):
-            size = self._reserve(stream, min(_BURST, len(data) - sent), deadline)
+            size = self._reserve(stream, min(64 * _FRAME, len(data) - sent), deadline)
             if not size:
                 break
             piece = data[sent : sent + size]

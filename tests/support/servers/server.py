@@ -56,11 +56,15 @@ class ServerProcess:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
+    def _children(self, module: str, place: int) -> dict[int, psutil.Process]:
+        """Children that run a module, by their numbers, which stand among their arguments."""
+        children = psutil.Process(self.process.pid).children()
+        found = [child for child in children if runs(child, module)]
+        return {int(child.cmdline()[place]): child for child in found}
+
     def engines(self) -> dict[int, psutil.Process]:
         """The engine processes that run now, by their numbers."""
-        children = psutil.Process(self.process.pid).children()
-        found = [child for child in children if runs(child, "warpfit_server.engine.loop")]
-        return {int(child.cmdline()[4]): child for child in found}
+        return self._children("warpfit_server.engine.loop", 4)
 
     def engine(self, number: int = 0, timeout: float = 30.0) -> psutil.Process:
         """The process of an engine that runs now."""
@@ -70,9 +74,8 @@ class ServerProcess:
 
     def front_ends(self) -> list[psutil.Process]:
         """The front-end processes, in the order of their numbers."""
-        children = psutil.Process(self.process.pid).children()
-        found = [child for child in children if runs(child, "warpfit_server.processes.front_end")]
-        return sorted(found, key=lambda child: int(child.cmdline()[5]))
+        found = self._children("warpfit_server.processes.front_end", 5)
+        return [found[number] for number in sorted(found)]
 
     def connections(self, process: psutil.Process) -> int:
         """Open connections of a front end to the server's port."""
@@ -123,8 +126,7 @@ class ServerProcess:
 
     def descriptors(self) -> int:
         """Open file descriptors of the main process and the front ends."""
-        processes = (psutil.Process(self.process.pid), *self.front_ends())
-        return sum(process.num_fds() for process in processes)
+        return sum(one.num_fds() for one in (psutil.Process(self.process.pid), *self.front_ends()))
 
     def stop(self) -> int:
         """SIGTERM, wait, return the exit status."""

@@ -7,6 +7,7 @@ import subprocess
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,46 +15,28 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from support.repository.deployments import (
-    CHART,
-    DEPLOY,
-    ROOT,
-    can_render,
-    check_environment,
-    check_schemas,
-    dockerfile,
-    render,
-    values,
-)
-from support.servers.metrics_page import collector
+from support.repository import deployments
+from support.repository.deployments import CHART, DEPLOY, ROOT, check_environment, render, values
 from warpfit.request import Timings
 from warpfit_server.config import Config
+from warpfit_server.dataset_store import StoreUsage
 from warpfit_server.engine.interface import COUNTERS
 from warpfit_server.logs import CALL_COUNTERS, HISTOGRAMS, CallRecord, Recorder
-from warpfit_server.metrics import GpuUsage
+from warpfit_server.metrics import GpuUsage, ServerCollector
 
 CONFIG = "deploy/prometheus/prometheus.yml"
 #: Values under which the chart is rendered.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "everything": {
-        "autoscaling.enabled": True,
-        "serviceMonitor.enabled": True,
-        "serviceMonitor.labels": {"release": "prometheus"},
-        "prometheusRule.enabled": True,
-        "tls.secretName": "tls",
-        "tls.clientCaSecretName": "ca",
-        "tokens.secretName": "tokens",
-        "cache.persistent": True,
-        "cache.storageClass": "fast",
-        "service.annotations": {"a": "b"},
-        "serviceAccount.annotations": {"a": "b"},
-        "podAnnotations": {"a": "b"},
-        "imagePullSecrets": [{"name": "registry"}],
-        "gpu.runtimeClassName": "nvidia",
-        "nodeSelector": {"gpu": "h200"},
+        **{f"{name}.enabled": True for name in ("autoscaling", "serviceMonitor", "prometheusRule")},
+        **{f"{name}.annotations": {"a": "b"} for name in ("service", "serviceAccount")},
+        **{"podAnnotations": {"a": "b"}, "serviceMonitor.labels": {"release": "prometheus"}},
+        **{"tls.secretName": "tls", "tls.clientCaSecretName": "ca", "tokens.secretName": "tokens"},
+        **{"cache.persistent": True, "cache.storageClass": "fast"},
+        **{"imagePullSecrets": [{"name": "registry"}], "gpu.runtimeClassName": "nvidia"},
+        **{"nodeSelector": {"gpu": "h200"}, "affinity": {"nodeAffinity": {}}},
         "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
-        "affinity": {"nodeAffinity": {}},
     },
 }
 
@@ -70,10 +53,24 @@ def exported() -> set[str]:
     totals = recorder.totals()
     assert {name for name, _ in totals.counts} == set(CALL_COUNTERS)
     assert {name for name, _ in totals.histograms} == set(HISTOGRAMS)
-    page = collector(
-        dict.fromkeys(COUNTERS, 1.0), gpus=[GpuUsage("0", "H200", 1, 1, 1.0)], recorder=recorder
+    device, counters = SimpleNamespace(label="cuda:0"), dict.fromkeys(COUNTERS, 1.0)
+    supervisors = [SimpleNamespace(device=device, counters=counters)]
+    watch = SimpleNamespace(
+        readiness=SimpleNamespace(serving={"cuda:0"}),
+        engines=[SimpleNamespace(label="cuda:0", probe_seconds=0.5)],
     )
-    families = list(page.collect())
+    server = SimpleNamespace(
+        recorder=recorder,
+        engines=SimpleNamespace(
+            engine="cuda", restarts={("cuda:0", "hung"): 2}, supervisors=supervisors
+        ),
+        datasets=SimpleNamespace(usage=lambda: StoreUsage(1, 100, 3)),
+        watchdog=watch,
+        config=Config(max_resident_bytes=1000),
+        processes=lambda: {"main": 1},
+        quotas=SimpleNamespace(work=lambda: [0]),
+    )
+    families = [*ServerCollector(server, lambda: [GpuUsage("0", "H200", 1, 1, 1.0)]).collect()]
     assert all(family.samples for family in families)
     return {sample.name for family in families for sample in family.samples}
 
@@ -132,7 +129,7 @@ def container_of(manifests) -> tuple[dict[str, str], list[dict[str, Any]]]:
     return {e["name"]: e["value"] for e in pod["containers"][0]["env"]}, pod["volumes"]
 
 
-@pytest.mark.skipif(not can_render(), reason="needs helm or go")
+@pytest.mark.skipif(not deployments.can_render(), reason="needs helm or go")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_chart_asks_for_tls_and_tokens_and_sets_what_the_server_knows(variant):
     manifests = render(VARIANTS[variant])
@@ -143,20 +140,19 @@ def test_the_chart_asks_for_tls_and_tokens_and_sets_what_the_server_knows(varian
     for name in ("tls", "tokens"):
         (mode,) = (v["secret"]["defaultMode"] for v in volumes if v["name"] == name)
         assert mode & 0o027 == 0  # as `warpfit.transport.connection.check_secret` demands
-    Config.from_arguments([], environment).check_exposure()
-    check_environment(environment)
+    check_environment(environment).check_exposure()
     pytest.importorskip("kubernetes_validate")
-    check_schemas(manifests)
+    deployments.check_schemas(manifests)
 
 
-@pytest.mark.skipif(not can_render(), reason="needs helm or go")
+@pytest.mark.skipif(not deployments.can_render(), reason="needs helm or go")
 def test_the_chart_refuses_what_is_open_by_accident():
     changes, consent = {"tls.secretName": ""}, "insecure.plainText"
     with pytest.raises(AssertionError, match=consent):
         render(changes)
     environment, _ = container_of(render({**changes, consent: True}))
     assert "WARPFIT_INSECURE" in environment
-    Config.from_arguments([], environment).check_exposure()
+    check_environment(environment).check_exposure()
 
 
 def test_the_schema_of_the_values_knows_them_all_and_no_others():
@@ -176,12 +172,14 @@ def test_the_schema_of_the_values_knows_them_all_and_no_others():
 
 def test_the_server_knows_the_settings_of_compose_image_and_unit():
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    image = deployments.image_settings()[0]
+    unit = re.sub("(?m)^#.*", "", (DEPLOY / "systemd/warpfit.service").read_text())
+    check_environment(image)
     for name in ("warpfit-gpu", "warpfit-cpu"):
-        check_environment(services[name]["environment"])
+        check_environment({**image, **services[name]["environment"]}).check_exposure()
+    check_environment(dict(re.findall(r"(WARPFIT_\w+)=(\S+)", unit))).check_exposure()
     for service in services.values():
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
-    for text in (dockerfile(), (DEPLOY / "systemd/warpfit.service").read_text()):
-        check_environment(dict(re.findall(r"(WARPFIT_\w+)=(\S+)", re.sub("(?m)^#.*", "", text))))
 
 
 @pytest.mark.parametrize("variant", ["server", "cuda12", "cuda13"])

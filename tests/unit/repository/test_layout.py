@@ -30,17 +30,13 @@ ORDERS = {
 }
 
 
-def modules() -> dict[str, Path]:
-    """All modules by name, without the generated ones."""
-    found = {}
-    for package, folder in PACKAGES.items():
-        for path in folder.rglob("*.py"):
-            parts = (package, *path.relative_to(folder).with_suffix("").parts)
-            found[".".join(parts).removesuffix(".__init__")] = path
-    return {name: path for name, path in found.items() if ".v1" not in name}
-
-
-MODULES = modules()
+#: All modules by name, without the generated ones.
+MODULES: dict[str, Path] = {}
+for package, folder in PACKAGES.items():
+    for path in folder.rglob("*.py"):
+        parts = package, *path.relative_to(folder).with_suffix("").parts
+        MODULES[".".join(parts).removesuffix(".__init__")] = path
+MODULES = {name: path for name, path in MODULES.items() if ".v1" not in name}
 
 
 @cache
