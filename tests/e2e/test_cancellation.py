@@ -41,7 +41,6 @@ def leaves_nothing(server, data):
     def check():
         eventually(lambda: server.in_flight() == Amounts(), 10)
         eventually(is_idle, 10)
-        assert server.in_flight() == Amounts()
 
     return check
 
@@ -87,19 +86,17 @@ def test_while_it_waits_for_the_engine(caller, data, leaves_nothing):
     leaves_nothing()
 
 
-@pytest.mark.parametrize("code", [CANCELLED, PASSED], ids=str)
-def test_while_the_answer_is_sent(caller, data, leaves_nothing, code):
+def test_while_the_answer_is_sent(caller, data, leaves_nothing):
     message = request(data, [f"x1*{k}" for k in range(50)])  # 40 MB, more than gRPC buffers
-    call = start(caller.channel, message, timeout=1.0 if code is PASSED else 60)
+    call = start(caller.channel, message)
     assert len(next(call)) > 0
-    time.sleep(1.1 if code is PASSED else 0.3)  # it waits for the client to read on
-    call.cancel() if code is CANCELLED else None
-    assert codes([call]) == [code]
+    time.sleep(0.3)  # it waits for the client to read on
+    call.cancel()
+    assert codes([call]) == [CANCELLED]
     leaves_nothing()
 
 
-@pytest.mark.parametrize("code", [CANCELLED, PASSED], ids=str)
-def test_while_data_are_uploaded(caller, server, leaves_nothing, code):
+def test_while_data_are_uploaded(caller, server, leaves_nothing):
     messages = list(codec.upload_messages(Dataset.of(WIDE + 1), 100_000))
     held = server.shared_memory()
 
@@ -108,11 +105,6 @@ def test_while_data_are_uploaded(caller, server, leaves_nothing, code):
         time.sleep(0.4)
 
     method = caller.channel.stream_unary(SERVICE + "UploadVariables")
-    call = method.future(half(), timeout=0.3 if code is PASSED else 60)
-    time.sleep(0.1)
-    if code is CANCELLED:
-        assert call.cancel()
-    else:
-        assert call.exception().code() is PASSED
+    assert method.future(half(), timeout=0.3).exception().code() is PASSED
     leaves_nothing()
     assert server.shared_memory() < held + WIDE.nbytes

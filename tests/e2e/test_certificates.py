@@ -38,12 +38,8 @@ def server(authority):
 
 
 def connect(server, authority, pair, **options):
-    tls = warpfit.TlsConfig(
-        ca=options.pop("ca", authority.file),
-        certificate=pair and pair.certificate,
-        key=pair and pair.key,
-        **options,
-    )
+    files = {"ca": authority.file, "certificate": pair.certificate, "key": pair.key}
+    tls = warpfit.TlsConfig(**{**files, **options})
     return warpfit.connect(server.address, tls=tls, retry=NO_RETRY)
 
 
@@ -54,10 +50,8 @@ def test_without_a_valid_client_certificate(server, authority, tmp_path, case):
         "foreign": lambda: Authority(tmp_path, "stranger").issue("alice"),
         "expired": lambda: authority.issue("alice", (-2, -1), file="expired"),
     }[case]()
-    credentials = grpc.ssl_channel_credentials(
-        authority.file.read_bytes(),
-        *((pair.key.read_bytes(), pair.certificate.read_bytes()) if pair else ()),
-    )
+    own = (pair.key.read_bytes(), pair.certificate.read_bytes()) if pair else ()
+    credentials = grpc.ssl_channel_credentials(authority.file.read_bytes(), *own)
     with grpc.secure_channel(server.address, credentials, OWN_CONNECTION) as channel:
         for method in METHODS if case == "missing" else ("Evaluate",):
             assert Caller(channel).refused(method)[0] == "UNAVAILABLE"
@@ -75,10 +69,8 @@ def test_a_certificate_without_a_name(server, authority):
 
 
 def test_the_common_name_is_the_tenant(server, authority):
-    with (
-        connect(server, authority, authority.issue("alice")) as alice,
-        connect(server, authority, authority.issue("bob")) as bob,
-    ):
+    alice, bob = (connect(server, authority, authority.issue(name)) for name in ("alice", "bob"))
+    with alice, bob:
         data = alice.upload(X, dtype="float64")
         bob.release(data)  # which bob does not have
         np.testing.assert_array_equal(alice.evaluate(data, ["x1"])[:, 0], X[:, 0])
@@ -146,11 +138,9 @@ def _serial(server, authority, pair) -> str | None:
     context.load_cert_chain(pair.certificate, pair.key)
     context.set_alpn_protocols(["h2"])
     host, port = server.address.rsplit(":", 1)
+    plain = socket.create_connection((host, int(port)), 5)
     try:
-        with (
-            socket.create_connection((host, int(port)), 5) as plain,
-            context.wrap_socket(plain, server_hostname=host) as connection,
-        ):
+        with context.wrap_socket(plain, server_hostname=host) as connection:
             connection.settimeout(5)
             serial = str(connection.getpeercert()["serialNumber"])
             # In TLS 1.3 a refusal comes after the handshake, instead of the server's settings.

@@ -9,12 +9,9 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-import warpfit
 from support.servers.server import ServerProcess
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "client" / "examples"
@@ -23,6 +20,10 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "client" / "examples"
 def run(name: str, *flags: object) -> str:
     command = [sys.executable, str(EXAMPLES / name), *map(str, flags)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def kinds(cell) -> set[str]:
+    return {kind for output in cell.get("outputs", ()) for kind in output.get("data", ())}
 
 
 @pytest.mark.thorough
@@ -53,35 +54,11 @@ def test_the_gallery_agrees_with_what_is_certified(server: ServerProcess, tmp_pa
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("page", ["pysr", "gplearn", "operon"])
-def test_the_example_of_a_page_finds_the_law_that_it_draws_from(server, monkeypatch, page):
-    """The example that a reader runs first ends with the law itself."""
-    monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
-    text = (EXAMPLES.parents[1] / "deploy/site/pages" / f"coming_from_{page}.md").read_text()
-    names: dict[str, Any] = {}
-    exec(re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[0], names)
-    model, X, y = names["model"], names["X"], names["y"]
-    (law,) = re.findall(r"^y = (.*)$", text, re.MULTILINE)
-    law = re.sub(r"X\[:, (\d)\]", lambda column: f"x{int(column[1]) + 1}", law)
-    true = warpfit.parse(law.replace("np.", "").replace("**", "^"))
-    np.testing.assert_allclose(true.to_numpy()(X), y, rtol=1e-12)
-    elsewhere = np.random.default_rng(1).uniform(-4.0, 4.0, (50, 2))
-    found = model.program_.to_numpy()(elsewhere)
-    np.testing.assert_allclose(found, true.to_numpy()(elsewhere), rtol=1e-6, atol=1e-6)
-
-
-def kinds(cell) -> set[str]:
-    outputs = cell.get("outputs", ())
-    return {kind for output in outputs for kind in output.get("data", ())}
-
-
-@pytest.mark.thorough
 def test_kepler_finds_the_third_law(server: ServerProcess, tmp_path):
     out = run("kepler.py", "--address", server.address, "--plot", tmp_path / "law.svg")
     assert "<svg" in (tmp_path / "law.svg").read_text()
-    law = next(line for line in out.splitlines() if line.strip().startswith("period = "))
-    named = [name for name in ("distance", "mass", "eccentricity") if name in law]
-    assert named == ["distance"]
+    (law,) = re.findall(r"^ *period = .*", out, re.MULTILINE)[:1]
+    assert [name for name in ("distance", "mass", "eccentricity") if name in law] == ["distance"]
     (exponent,) = re.findall(r"distance \^ (-?[0-9.]+)", out)[-1:]
     assert abs(abs(float(exponent)) - 1.5) < 0.003, out
 

@@ -44,8 +44,6 @@ def test_a_server_does_not_grow():
 
 
 # --------------------------------------- work that engines die of, lost connections, no more files
-
-
 @pytest.fixture(scope="module")
 def harmed():
     """A server of two front ends with planted faults."""
@@ -136,16 +134,13 @@ def test_a_process_that_can_open_no_more_files_says_so_and_recovers(harmed):
                         client.evaluate(data, ["x1"] * count)  # its answer needs a segment
                     assert caught.value.reason == "TOO_MANY_FILES"
                 assert client.info().engine == "cpu"
-            np.testing.assert_array_equal(
-                client.evaluate(data, ["x1"] * count)[:, 7], wide[:, 0].astype(np.float32)
-            )
+            found = client.evaluate(data, ["x1"] * count)[:, 7]
+            np.testing.assert_array_equal(found, wide[:, 0].astype(np.float32))
         assert harmed.engine().pid == engine
         health.wait_for(harmed.facts["health"], "SERVING")
 
 
 # ---------------------------------------------------------------------------------- several servers
-
-
 @pytest.mark.thorough
 def test_sigstop_and_sigkill_of_one_and_a_rolling_restart():
     with Fleet(2) as fleet, Load(fleet.address, clients=2) as load:
@@ -161,8 +156,6 @@ def test_sigstop_and_sigkill_of_one_and_a_rolling_restart():
 
 
 # ----------------------------------- a cache of compiled code that is damaged or cannot be written
-
-
 #: Functions that compile in a second.
 SMALL = ("lowering.tokens_are_valid", "parallel_loop.close")
 
@@ -179,10 +172,8 @@ def cache(tmp_path):
 
 def serve(cache, log):
     """Serve from a cache; return what a server writes."""
-    with (
-        ServerProcess("--cache-dir", str(cache), log=log) as server,
-        warpfit.connect(server.address) as client,
-    ):
+    server = ServerProcess("--cache-dir", str(cache), log=log)
+    with server, warpfit.connect(server.address) as client:
         data = client.upload(np.arange(6.0).reshape(3, 2))
         assert client.evaluate(data, ["x1 + x2"])[:, 0].tolist() == [1.0, 5.0, 9.0]
     return log.read_text()

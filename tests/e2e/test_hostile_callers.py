@@ -2,7 +2,7 @@
 
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 
 import grpc
@@ -54,9 +54,8 @@ def greedy(server):
 
 def works(client):
     """Make calls that go to either front end; an error fails the test."""
-    X = np.arange(6.0)[:, None]
-    data = client.upload(X, X[:, 0])
-    assert client.evaluate(data, ["x1 + x1"], loss="mse", timeout=20).shape == (1,)
+    data = client.upload(np.ones((6, 1)), np.ones(6))
+    assert client.evaluate(data, ["x1 + x1"], loss="mse", timeout=20) == [1.0]
     for _ in range(3):
         client.info()
 
@@ -135,12 +134,9 @@ def test_calls_that_are_taken_back_at_once(server, modest):
 
     def reset(_):
         while not stop.is_set():
-            with RawConnection(server.address) as connection:
+            with RawConnection(server.address) as connection, suppress(OSError):
                 while not stop.is_set() and connection.is_open:
-                    try:
-                        connection.begin_and_reset(SERVICE + "GetServerInfo", 200)
-                    except OSError:
-                        break
+                    connection.begin_and_reset(SERVICE + "GetServerInfo", 200)
 
     with in_threads(reset, range(3)):
         try:

@@ -44,11 +44,6 @@ def server():
         yield process
 
 
-@pytest.fixture
-def data(client):
-    return client.upload(X, X[:, 0], dtype="float64")
-
-
 def is_closed(client) -> bool:
     client.settimeout(2)
     try:
@@ -120,27 +115,22 @@ def test_each_request_gets_the_answer_of_a_call_of_its_own(caller):
     assert call.end() is grpc.StatusCode.OK
 
 
-def test_a_client_goes_on_after_a_pause_of_any_length(server):
+def test_short_and_long_requests_take_turns_and_pauses_of_any_length(server):
     with warpfit.connect(server.address, retry=warpfit.RetryPolicy(total_seconds=0)) as client:
         data = client.upload(X, X[:, 0], dtype="float64")
         for pause in (0.0, 0.39, 0.45):
             time.sleep(pause)
             assert client.evaluate(data, ["x1 + 1"], loss="mse")[0] == pytest.approx(1)
+            losses = client.evaluate(data, ["x1 + 2"] * 20_000, loss="mse")  # 600 KB
+            np.testing.assert_allclose(losses, 4)
 
 
-def test_short_and_long_requests_take_turns(client, data):
-    for _ in range(3):
-        assert client.evaluate(data, ["x1 + 2"], loss="mse")[0] == pytest.approx(4)
-        losses = client.evaluate(data, ["x1 + 1"] * 20_000, loss="mse")  # 600 KB
-        np.testing.assert_allclose(losses, 1)
-
-
-def test_a_client_closes_at_once_and_a_program_ends_without_closing_it(server, client, data):
+def test_a_client_closes_at_once_and_a_program_ends_without_closing_it(server, client):
+    data = client.upload(X, X[:, 0], dtype="float64")
     client.evaluate(data, ["x1"], loss="mse")
     client.close()
     program = (
-        "import numpy, sys, warpfit\n"
-        "client = warpfit.connect(sys.argv[1])\n"
+        "import numpy, sys, warpfit; client = warpfit.connect(sys.argv[1])\n"
         "data = client.upload(numpy.ones((9, 1)), numpy.ones(9))\n"
         "print(client.evaluate(data, ['x1 + 1'], loss='mse')[0])\n"
     )
@@ -161,8 +151,6 @@ def test_a_server_that_stops_ends_calls_that_wait(server, caller):
 
 
 # ----------------------------------------------------------------------- the oldest release of gRPC
-
-
 ROOT = Path(__file__).resolve().parents[2]
 #: Calls through the client and by hand, with uploads and with answers of one and of many messages.
 CORE = "gets_the_answer or take_turns or closes_at_once"

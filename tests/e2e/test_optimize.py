@@ -135,24 +135,7 @@ def test_bad_fits_are_refused(client, options, reason):
     assert caught.value.reason == reason
 
 
-def test_a_fit_that_cannot_begin_says_what_float32_cannot_hold(client):
-    x = 1e8 * np.linspace(1.0, 3.0, 50)[:, None]
-    with client.upload(x, x[:, 0], dtype="float32") as data:
-        with pytest.warns(warpfit.PrecisionWarning, match=r"x1 \^ 5") as caught:
-            fit = client.optimize(data, ["p1*x1^5/x1^4"], [[1.0]])
-        assert fit.reason == [Reason.NOT_FINITE]
-        assert len(caught) == 1
-    with client.upload(x / 1e8, x[:, 0], dtype="float32") as data:
-        text = "exp(100*x1)/exp(100*x1)"
-        with pytest.warns(warpfit.PrecisionWarning, match=r"exp\(100 \* x1\)") as caught:
-            assert np.isnan(client.evaluate(data, text, loss="mse"))
-            assert np.isnan(client.evaluate(data, text)).any()
-        assert len(caught) == 1
-
-
 # ---------------------------------------------------------- a row of weight 0, whatever is in it
-
-
 ROWS = 5_000
 rng = np.random.default_rng(3)
 TABLE = rng.uniform(0.5, 2.0, size=(ROWS, 2))
@@ -183,26 +166,13 @@ def spoilt(place, junk):
     return x, y, w
 
 
-def test_a_range_of_rows_has_the_losses_of_a_data_set_of_its_own(either):
-    """Sums are added up by blocks that begin at fixed rows, so that the last bits may differ."""
-    rows = (1000, 3049)
-    own = slice(*rows)
-    data = either.upload(TABLE, TARGET, ROW_WEIGHTS, dtype="float64")
-    other = either.upload(TABLE[own], TARGET[own], ROW_WEIGHTS[own], dtype="float64")
-    for loss in ("mse", "r2", "mae", "w*abs(d)^1.5"):
-        found = either.run(data, PROGRAMS, FIRST, loss=loss, rows=rows).losses
-        wanted = either.run(other, PROGRAMS, FIRST, loss=loss).losses
-        np.testing.assert_allclose(found, wanted, rtol=1e-13)
-
-
 @pytest.mark.parametrize(("place", "missing"), [("first block", "refuse"), ("most", "drop")])
 def test_the_evidence_is_that_of_the_rows_with_a_weight(either, place, missing):
     """A row of weight 0 counts as one that is not there, also where a formula has no value."""
     x, y, w = spoilt(place, "nan")
     kept = w > 0
-    sets = [
-        either.upload(*rows, dtype="float64") for rows in ((x, y, w), (x[kept], y[kept], w[kept]))
-    ]
+    rows = (x, y, w), (x[kept], y[kept], w[kept])
+    sets = [either.upload(*each, dtype="float64") for each in rows]
     asked = {"evidence": True, "missing": missing}
     found, wanted = (either.optimize(data, PROGRAMS, FIRST, **asked) for data in sets)
     names = ("rows", "log_likelihood", "bic", "description_length", "variance", "freedom")

@@ -57,9 +57,8 @@ def test_a_data_set_and_a_budget_are_enough(caller):
 
 ONCE = {"max_generations": 1}
 BAD_LOSS = pb.LossFunction(codes=b"\1\1", values=bytes(16))
-UNITS = pb.SearchUnits(
-    variables=np.eye(3, 7).tobytes(), target=np.eye(7)[6].tobytes(), dimensionless_constants=True
-)
+UNITS = pb.SearchUnits(variables=np.eye(3, 7).tobytes(), target=np.eye(7)[6].tobytes())
+UNITS.dimensionless_constants = True
 
 
 @pytest.mark.parametrize(

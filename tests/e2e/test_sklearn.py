@@ -174,17 +174,9 @@ def test_a_search_and_a_proposal_have_the_same_description_length(search, client
     found = client.propose(data, formulas, held_out=0.25)
     for equation, proposal in zip(model.front_, found, strict=True):
         if np.isfinite(proposal.description_length):  # squares may overflow
-            assert equation.description_length == pytest.approx(
-                proposal.description_length, rel=1e-6, abs=1e-6
-            )
+            length = pytest.approx(proposal.description_length, rel=1e-6, abs=1e-6)
+            assert equation.description_length == length
     assert unit == 1e160 or np.isfinite([each.description_length for each in found]).all()
-
-
-def test_numbers_that_leave_no_room_for_their_units_are_refused(search):
-    units = {"units": ["m"], "target_unit": "m", "dimensionless_constants": True}
-    model = search(max_size=1, max_seconds=1e-3, guesses=["x1"], **units)
-    with pytest.raises(InvalidArgumentError, match="max_size=1 has room for the factors"):
-        model.fit([[0.6]], [1.6e155])
 
 
 def test_monotonicity_holds_in_every_row(search):
@@ -256,9 +248,8 @@ def test_odd_data_are_warned_of(search, change, says):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         search(generations=0).fit(X, y)
-    told = [str(each.message) for each in caught]
-    assert len([text for text in told if re.search("up to|Classifier", text)]) == bool(says)
-    assert not says or any(re.search(says, text) for text in told)
+    told = [text for each in caught if "up to" in (text := str(each.message)) or "Class" in text]
+    assert [bool(re.search(says, text)) for text in told] == [True] * bool(says)
 
 
 def test_many_fits_share_the_server_of_a_client(client):
@@ -394,32 +385,30 @@ def test_models_work_in_scikit_learn_and_travel_without_a_server(search):
 
 
 def test_parameters_of_a_known_law(server: ServerProcess):
-    X = points()
-    model = ParameterOptimizer("p1*x1^p2/x2 + p3", address=server.address).fit(X, law(X))
+    X, own = points(), {"address": server.address}
+    model = ParameterOptimizer("p1*x1^p2/x2 + p3", **own).fit(X, law(X))
     np.testing.assert_allclose(model.parameters_, [1.5, 2.0, 0.25], rtol=1e-6)
     assert model.score(X, law(X)) == pytest.approx(1.0)
     assert model.standard_errors_.shape == (3,)
     assert "p1" not in model.expression_
     y = np.sin(4.0 * X[:, 0])
-    several = {"starts": 30, "random_state": 0, "address": server.address}
-    assert ParameterOptimizer("sin(3*p1*x1)", **several).fit(X, y).loss_ < 1e-10
-    bounded = ParameterOptimizer("p1*x1", bounds=(0.0, 0.1), address=server.address).fit(X, y)
+    several = ParameterOptimizer("sin(3*p1*x1)", starts=30, random_state=0, **own)
+    assert several.fit(X, y).loss_ < 1e-10
+    bounded = ParameterOptimizer("p1*x1", bounds=(0.0, 0.1), **own).fit(X, y)
     assert 0.0 <= bounded.parameters_[0] <= 0.1
 
 
 @pytest.mark.parametrize(
     ("reason", "settings"),
     [
-        *[
-            ("BAD_SETTING", settings)
-            for settings in (
-                *({"population": 1}, {"max_seconds": -1.0}, {"units": {"x9": "m"}}),
-                *({"population": 100_000, "max_size": 1000}, {"dimensionless_constants": True}),
-                *({"model_selection": "taste"}, {"checkpoint": "/no/such/folder/file"}),
-                *({"complexity_of_operators": 2}, {"constraints": {"nesting": {"sin": 1}}}),
-                *({"random_state": "a"}, {"engine": "gpu"}, {"operators": {"+": 1}}),
-            )
-        ],
+        ("BAD_SETTING: .*population", {"population": 1}),
+        ("BAD_SETTING: .*population", {"population": 100_000, "max_size": 1000}),
+        ("BAD_SETTING: .*max_seconds", {"max_seconds": -1.0}),
+        ("BAD_SETTING: .*dimensionless", {"dimensionless_constants": True}),
+        ("BAD_SETTING: .*checkpoint", {"checkpoint": "/no/such/folder/file"}),
+        ("BAD_SETTING: .*nesting", {"constraints": {"nesting": {"sin": 1}}}),
+        ("BAD_SETTING: .*engine", {"engine": "gpu"}),
+        ("BAD_SETTING: .*random_state", {"random_state": "a"}),
         ("UNKNOWN_OPERATOR", {"operators": ["add", "nonsense"]}),
         ("UNKNOWN_NAME: .*x9", {"guesses": ["x9"]}),
         ("UNKNOWN_UNIT", {"units": ["m", "florin", "s"]}),
@@ -435,9 +424,7 @@ def test_settings_that_make_no_sense(reason, settings):
     assert re.match(reason, f"{caught.value.reason}: {caught.value}", re.DOTALL)
 
 
-def test_the_shell_prints_the_front_and_writes_a_plot_and_json(
-    server: ServerProcess, tmp_path, capsys, monkeypatch
-):
+def test_the_shell_prints_the_front_and_writes_files(server, tmp_path, capsys, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("there may be no pandas")
 
@@ -506,8 +493,6 @@ def test_columns_of_text_or_dates_are_named(column):
 
 
 # ------------------------------------------------------------------------------- odd data and rules
-
-
 def test_a_rule_against_the_shortest_form_leaves_no_terms_of_rounding_errors(search):
     x = np.random.default_rng(3).uniform(0, 10, 200)[:, None]
     guess = "0.9999999999999996*cos(sin(x1) + 4.71238898038459) - 4.6e-14*sin(x1)^2 + 9.9e-14"
@@ -526,15 +511,6 @@ def test_a_formula_without_a_value_on_a_row_held_out_ends_no_search(search):
         model = search(USUAL, **settings).fit(x[:, None], np.sinc(x / np.pi))
     assert (model.reason_, model.n_iter_) == ("generations", 2)
     assert all(np.isfinite(equation.loss) for equation in model.front_)
-
-
-def test_shortening_undoes_no_exact_formula(search):
-    x = np.random.default_rng(0).uniform(0.0, 1.0, 3000)
-    model = search(USUAL, generations=3, guesses=["x1*sin(63*x1)"])
-    model.fit(x[:, None], x * np.sin(20 * np.pi * x))
-    assert model.reason_ == "tolerance"
-    assert min(equation.excess for equation in model.front_) < 1e-18
-    assert model.score(x[:, None], x * np.sin(20 * np.pi * x)) > 1.0 - 1e-15
 
 
 def test_a_guess_is_never_lost_and_never_gets_worse(search):
@@ -603,8 +579,6 @@ def test_few_rows_pay_for_no_long_formula(search):
 
 
 # ---------------------------------------------------------------------- outer forms, groups of rows
-
-
 def positive(rows=100):
     return np.random.default_rng(0).uniform(0.5, 3.0, (rows, 3))
 

@@ -1,8 +1,5 @@
 """Tokens and tenants: wrong tokens, what is of another tenant, and limits over all front ends."""
 
-import os
-import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -26,7 +23,7 @@ from warpfit.transport.connection import new_token
 UNKNOWN = Dataset.of(X + 1, X[:, 0], dtype="float64")
 #: A search that lasts until something else ends it.
 ENDLESS = rpcs.search_request(DATA.content_id, max_seconds=600.0)
-CONNECTIONS, RATE = 4, 5
+RATE = 5
 TENANTS = f"""
 tenants.mallory.suspended = true
 tenants.carol = {{programs = 1, rate = 5, searches = 0, rows = 1000}}
@@ -97,7 +94,7 @@ def test_without_a_valid_token(as_tenant, method, case):
 def test_data_of_another_tenant_are_not_there(as_tenant):
     with as_tenant("alice") as alice:
         alice.call("UploadVariables")
-        for _ in range(CONNECTIONS):
+        for _ in range(4):
             with as_tenant("bob") as bob:
                 for method in set(METHODS) - {"UploadVariables", "OpenDataset", "GetServerInfo"}:
                     others = bob.refused(method, DATA)
@@ -105,19 +102,6 @@ def test_data_of_another_tenant_are_not_there(as_tenant):
                     assert others[:2] == ("NOT_FOUND", "DATASET_NOT_FOUND")
         for name in sorted(set(METHODS) - {"OpenDataset"}):
             assert alice.call(name), "the owner still has them"
-
-
-def test_tenants_do_not_give_each_others_back(connect):
-    with connect("alice") as alice, connect("bob") as bob:
-        data = alice.upload(3 * X, X[:, 0], dtype="float64")
-        copy = pickle.loads(pickle.dumps(data))
-        before = alice.info().datasets, bob.info().datasets
-        for everywhere in (False, True):
-            bob.release(data, everywhere=everywhere)  # as if it were not there
-            assert (alice.info().datasets, bob.info().datasets) == before
-        with bob.upload(3 * X, X[:, 0], dtype="float64") as own:
-            bob.release(own, everywhere=True)
-        alice.evaluate(copy, ["x1"], loss="mse")
 
 
 def test_an_upload_does_not_tell_what_another_tenant_has(as_tenant):
@@ -130,11 +114,9 @@ def test_an_upload_does_not_tell_what_another_tenant_has(as_tenant):
 
 def test_the_clients_carry_tokens(server, tokens, monkeypatch, tmp_path, capsys):
     token = tokens[1]["alice"]
-    with (
-        warpfit.connect(server.address) as client,
-        pytest.raises(warpfit.UnauthenticatedError, match="no token"),
-    ):
-        client.info()
+    stranger = warpfit.connect(server.address)
+    with stranger, pytest.raises(warpfit.UnauthenticatedError, match="no token"):
+        stranger.info()
     assert rpcs.async_rows(server.address, token=token) == 50
     file = write_secret(tmp_path / "token", f"{token}\n")
     assert cli.main(["info", server.address, "--token-file", str(file)]) == 0
@@ -146,8 +128,6 @@ def test_the_clients_carry_tokens(server, tokens, monkeypatch, tmp_path, capsys)
 
 
 # ------------------------------------------------------------------------------------------ limits
-
-
 def test_programs_and_rows_of_a_tenant(connect, as_tenant):
     with connect("carol") as carol:
         data = carol.upload(X, X[:, 0])
@@ -168,17 +148,16 @@ def test_programs_and_rows_of_a_tenant(connect, as_tenant):
 def test_the_rate_holds_for_all_front_ends_and_every_call_is_counted_once(server, as_tenant):
     before = scrape(server.facts["metrics"])
     statuses, refused = Counter(), []
-    with ExitStack() as stack:
-        connected = [stack.enter_context(as_tenant("slow")) for _ in range(8)]
-        started = time.monotonic()
-        for turn in range(6 * RATE):
+    started = time.monotonic()
+    for _ in range(6 * RATE):
+        with as_tenant("slow") as caller:
             try:
-                connected[turn % 8].call("GetServerInfo")
+                caller.call("GetServerInfo")
                 statuses["OK"] += 1
             except grpc.RpcError as error:
                 refused.append(error)
                 statuses[error.code().name] += 1
-        seconds = time.monotonic() - started
+    seconds = time.monotonic() - started
     assert RATE <= statuses["OK"] <= RATE * (1 + seconds) + 1
     assert statuses.keys() == {"OK", "RESOURCE_EXHAUSTED"}
     detail = detail_of(refused[0])
@@ -242,8 +221,6 @@ def is_full(caller, method, dataset, seconds=1.0):
 
 
 # ---------------------------------------------------------------------------------------- searches
-
-
 def test_a_tenant_has_its_share_of_the_searches_and_leaves_the_others_theirs(as_tenant):
     with as_tenant("alice") as alice, as_tenant("bob") as bob:
         for tenant in (alice, bob):
@@ -258,26 +235,6 @@ def test_a_tenant_has_its_share_of_the_searches_and_leaves_the_others_theirs(as_
             call.cancel()
         eventually(lambda: not is_full(alice, "Search", DATA, 60.0), 60.0)
         calls[1].cancel()
-
-
-def test_calls_of_a_front_end_that_dies_come_back(server, as_tenant, wide):
-    """The last test of this server: connections may fail until there is another front end."""
-    message = rpcs.long_request(wide)
-    front_end = server.front_ends()[0]
-    for _ in range(40):
-        with as_tenant("few") as one, as_tenant("few") as two:
-            running = occupied(server, (one, two), message)
-            if server.connections(front_end) == 2:
-                os.kill(front_end.pid, signal.SIGKILL)
-                break
-            for call in running:
-                call.cancel()
-    else:
-        pytest.fail("the kernel gave the front end no two connections")
-    with as_tenant("few") as caller:
-        eventually(
-            lambda: not is_full(caller, "Evaluate", wide.dataset)
-        )  # nor does anybody compute for it
 
 
 @pytest.mark.parametrize(

@@ -196,8 +196,6 @@ def test_without_a_folder_a_server_opens_nothing(client: warpfit.Client):
 
 
 # ------------------------------------------------ workers that upload the same content share it
-
-
 WORKERS = 16
 RETRY = warpfit.RetryPolicy(total_seconds=200)
 CONTENTS = np.random.default_rng(0).normal(size=(2, 400, 3))
@@ -247,14 +245,3 @@ def test_threads_that_share_a_handle_may_end_its_block_in_any_order(client):
     with in_threads(work, range(8)):
         pass
     np.testing.assert_allclose(losses, [4.0] * 160)
-
-
-def test_a_handle_without_numbers_outlives_the_block_of_another_one(client):
-    X = np.arange(30.0).reshape(10, 3) + 0.25
-    with client.upload(X, dtype="float64") as data:
-        copy = pickle.loads(pickle.dumps(data))
-        assert not copy.has_numbers
-    np.testing.assert_array_equal(client.evaluate(copy, ["x3"])[:, 0], X[:, 2])
-    client.release(data, everywhere=True)
-    with pytest.raises(warpfit.DatasetNotFoundError):
-        client.evaluate(copy, ["x3"])

@@ -92,11 +92,9 @@ def endless_work(kind: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         switch = Path(directory) / "endless"
         switch.touch()
-        flags = (*EAGER, "--threads", "1", "--front-ends", "1")
-        with (
-            ServerProcess(*flags, **injected(f"{kind}={switch}")) as server,
-            warpfit.connect(server.address) as client,
-        ):
+        flags, environment = ("--threads", "1", "--front-ends", "1"), injected(f"{kind}={switch}")
+        server = ServerProcess(*EAGER, *flags, **environment)
+        with server, warpfit.connect(server.address) as client:
             old = server.engine()
             data = client.upload(np.ones((10, 2)))
             started = time.monotonic()
@@ -186,10 +184,8 @@ def _connections(server: ServerProcess) -> int:
 @contextmanager
 def _through(address: str, **spoiled: Spoil) -> Iterator[tuple[Proxy, warpfit.Client]]:
     """Connect a client to a server over a bad network."""
-    with (
-        Proxy(address, **spoiled) as proxy,
-        warpfit.connect(proxy.address, transport=OwnConnection()) as client,
-    ):
+    proxy = Proxy(address, **spoiled)
+    with proxy, warpfit.connect(proxy.address, transport=OwnConnection()) as client:
         yield proxy, client
 
 
@@ -247,8 +243,6 @@ def spread(name: str, seconds: list[float]) -> dict[str, float]:
 
 
 # ---------------------------------------------------------------------------------- several servers
-
-
 class Fleet:
     """Servers, by default with one thread each, which keep their ports when they are replaced."""
 
@@ -297,10 +291,7 @@ def under_load(
     fault: Callable[[int], object],
     repair: Callable[[int], object] = lambda number: None,
 ) -> dict[str, Any]:
-    """Provoke a fault of some servers under load, and repair it; each client's longest gap.
-
-    ``counted`` is the name of the number of times; fault and repair get which of the servers it is.
-    """
+    """Provoke a fault of one server after the other under load, and repair it; return the gaps."""
     gaps, clients = [], 6
     with Load(cluster.address, clients) as load:
         for index in (number % cluster.size for number in range(times)):
@@ -339,21 +330,14 @@ def rolling_restart(rounds: int) -> dict[str, Any]:
 
 # ------------------------------------------------------- clients that are killed while they upload
 
-#: The server's private memory may be that much larger afterwards: its allocator keeps some.
-GROWTH_BYTES = 8 << 20
-#: What must be as it was.
-_COUNTS = ("shared_bytes", "descriptors")
+#: What must be as it was, and how much larger private memory may be: the allocator keeps some.
+_COUNTS, GROWTH_BYTES = ("shared_bytes", "descriptors"), 8 << 20
 
 
 def killed_uploads(kills: int, *, together: int = 50) -> dict[str, Any]:
-    """Kill clients with SIGKILL while they upload; return what the server held before and after.
-
-    Of ``kills`` clients, each with a connection, those ``together`` in a process end at once.
-    """
-    with (
-        ServerProcess("--front-ends", "1", "--threads", "1") as server,
-        warpfit.connect(server.address) as client,
-    ):
+    """SIGKILL clients that upload, some ``together``; what the server held before and after."""
+    flags = ("--front-ends", "1", "--threads", "1")
+    with ServerProcess(*flags) as server, warpfit.connect(server.address) as client:
         client.evaluate(client.upload(np.ones((10, 2))), ["x1"])
         start = held(server)
         for _ in range(max(1, kills // together // 2)):  # until allocators keep what they will keep
@@ -363,12 +347,9 @@ def killed_uploads(kills: int, *, together: int = 50) -> dict[str, Any]:
         after = _settled(server, before)
         works = client.evaluate(client.upload(np.ones((20, 2))), ["x1 + x2"])
     return {
-        "killed": together * len(seen),
-        "processes": len(seen),
+        **{"killed": together * len(seen), "processes": len(seen)},
         "least_shared_bytes_when_they_were_killed": min(one["shared_bytes"] for one in seen),
-        "before": before,
-        "after": after,
-        "answers_afterwards": bool((works == 2).all()),
+        **{"before": before, "after": after, "answers_afterwards": bool((works == 2).all())},
     }
 
 

@@ -49,7 +49,7 @@ class RayCluster:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *_: object) -> None:
         ray.shutdown()
         self._cluster.shutdown()
 
@@ -85,11 +85,8 @@ class RayCluster:
 def lost_servers(kills: int) -> dict[str, Any]:
     """SIGKILL a server's main process; Ray starts it again."""
     with RayCluster() as cluster:
-
-        def fault(index: int) -> None:
-            _kill(cluster.servers()[0])
-
-        return under_load(cluster, "faults", kills, fault, lambda _: cluster.wait_for_servers())
+        end, wait = lambda _: _kill(cluster.servers()[0]), lambda _: cluster.wait_for_servers()
+        return under_load(cluster, "faults", kills, end, wait)
 
 
 def lost_nodes(kills: int) -> dict[str, Any]:
@@ -147,10 +144,7 @@ def _disturb(cluster: RayCluster, killed: list[str]) -> None:
 
 def _example() -> Any:
     spec = spec_from_file_location("islands_on_ray", EXAMPLE)
-    assert spec is not None
-    module = module_from_spec(spec)
-    assert spec.loader is not None
-    sys.modules[spec.name] = module
+    module = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     ray.cloudpickle.register_pickle_by_value(module)  # the nodes do not have it
     return module

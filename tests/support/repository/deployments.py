@@ -82,19 +82,14 @@ def check_environment(environment: Mapping[str, str]) -> Config:
 
 
 # ------------------------------------------------------------------------------------- commands
-
-
 @dataclass(frozen=True)
 class Container:
-    """What a ``docker run`` of our image starts."""
+    """What a ``docker run`` of our image starts; by names, places and ports in the container."""
 
     image: str
     environment: Mapping[str, str]
-    """Variables of the image, with those of the command."""
     mounts: Mapping[str, str]
-    """Volumes and folders of this machine by their places in the container."""
     published: Mapping[str, tuple[str, str]]
-    """Address and port of this machine by port of the container."""
     gpus: str | None
     command: tuple[str, ...]
 
@@ -127,9 +122,8 @@ def image_settings() -> tuple[dict[str, str], list[str], list[str]]:
     """Variables, entry point and command of the image, from the last stage of the Dockerfile."""
     stage = dockerfile().rpartition("\nFROM ")[2]
     (variables,) = re.findall(r"^ENV (.*)$", stage, re.M)
-    (entrypoint,), (command,) = (
-        re.findall(rf"^{name} (\[.*\])$", stage, re.M) for name in ("ENTRYPOINT", "CMD")
-    )
+    lines = "ENTRYPOINT", "CMD"
+    (entrypoint,), (command,) = (re.findall(rf"^{x} (\[.*\])$", stage, re.M) for x in lines)
     pairs = dict(pair.split("=", 1) for pair in shlex.split(variables))
     return pairs, json.loads(entrypoint), json.loads(command)
 

@@ -26,8 +26,5 @@ def required_packages(requirement: str) -> set[str]:
 def absent_modules(requirement: str) -> set[str]:
     """Modules that are installed here, and not by an installation of this alone."""
     present = {canonicalize_name(Requirement(requirement).name), *required_packages(requirement)}
-    return {
-        module
-        for module, owners in packages_distributions().items()
-        if present.isdisjoint(map(canonicalize_name, owners))
-    }
+    owners = packages_distributions().items()
+    return {name for name, own in owners if present.isdisjoint(map(canonicalize_name, own))}

@@ -63,10 +63,10 @@ def _is_close(found: Any, true: Any) -> bool:
     variables = sorted(found.free_symbols | true.free_symbols, key=str)
     rows = np.random.default_rng(0).uniform(0.5, 3.0, (len(variables), _ROWS))
     with np.errstate(all="ignore"):
-        a, b = (
-            np.broadcast_to(sympy.lambdify(variables, each, ["scipy", "numpy"])(*rows), _ROWS)
-            for each in (found, true)
+        values = (
+            sympy.lambdify(variables, each, ["scipy", "numpy"])(*rows) for each in (found, true)
         )
+        a, b = (np.broadcast_to(each, _ROWS) for each in values)
         sound = np.isfinite(a) & np.isfinite(b) & np.isreal(a) & np.isreal(b)
         a, b = a[sound].real.astype(float), b[sound].real.astype(float)
         if len(a) < _FEWEST_ROWS:

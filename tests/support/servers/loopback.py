@@ -1,7 +1,6 @@
 """A real gRPC server on loopback that answers from `warpfit.testing.InProcessServer`."""
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -72,9 +71,7 @@ def fail_calls(server: InProcessServer, method: str, *failures: WarpfitError | N
 
 
 @contextmanager
-def serve(
-    server: InProcessServer, message_bytes: int = 4 << 20, port: int = 0
-) -> Iterator[tuple[str, Servicer]]:
+def serve(server: InProcessServer, message_bytes: int = 4 << 20, port: int = 0):
     """Serve on a port, by default a free one; yields its address and the servicer."""
     options = [("grpc.max_receive_message_length", message_bytes)]
     grpc_server, servicer = grpc.server(ThreadPoolExecutor(4), options=options), Servicer(server)

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -26,8 +26,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from support.servers.server import write_secret
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Files of a certificate and its key."""
 
     certificate: Path
@@ -71,14 +70,15 @@ def _builder(subject, issuer, key, days):
 
 @dataclass(frozen=True, slots=True)
 class Spoil:
-    """What happens to the bytes of one direction; by default nothing."""
+    """What happens to the bytes of one direction; by default nothing.
+
+    They are forwarded in pieces of so many bytes, with a pause in seconds after each. The
+    connection is closed, with a reset, after so many bytes.
+    """
 
     piece: int = 1 << 16
-    """Bytes forwarded at a time."""
     pause: float = 0.0
-    """Seconds after each piece."""
     cut_after: int | None = None
-    """Close the connection, with a reset, after this many bytes."""
 
 
 class Proxy:
@@ -109,10 +109,7 @@ class Proxy:
             _reset(end)
 
     def swallow(self, *, ever: bool = False) -> None:
-        """Drop whatever the present connections carry from now on, without closing them.
-
-        If it is for ``ever``, later connections are dropped, too.
-        """
+        """Drop what the present connections, or ``ever`` later ones, carry, and leave them open."""
         self._swallows = ever
         self._swallowed.update(self._sockets)
 
@@ -160,14 +157,9 @@ _NEWEST_INDEXED: Final = 62
 
 
 class RawConnection:
-    """One connection; a context manager. A thread reads what the server sends.
+    """A connection from an address; a thread reads. Its windows stay closed unless it ``reads``."""
 
-    It comes from the address ``source``; its windows stay closed unless it ``reads``.
-    """
-
-    def __init__(
-        self, address: str, token: str = "", *, source: str = "127.0.0.1", reads: bool = True
-    ) -> None:
+    def __init__(self, address: str, token: str = "", *, source="127.0.0.1", reads: bool = True):
         host, _, port = address.rpartition(":")
         self._token = token
         self._socket = socket.create_connection((host, int(port)), source_address=(source, 0))
@@ -176,8 +168,7 @@ class RawConnection:
         self._initial, self._window, self._next = 65535, 65535, 1
         self._windows: dict[int, int] = {}
         self._ended = set[int]()
-        self.is_open = True
-        """Whether the server has not closed the connection."""
+        self.is_open = True  # the server has not closed the connection
         settings = b"" if reads else struct.pack(">HI", _INITIAL_WINDOW, 0)
         self._write(_PREFACE + _frame(_SETTINGS, 0, 0, settings))
         threading.Thread(target=self._read, daemon=True).start()
@@ -200,10 +191,7 @@ class RawConnection:
         return stream
 
     def begin_with_headers(self, method: str, name: str, value: bytes, count: int) -> int:
-        """Begin a call with a header of any bytes ``count`` times, of a byte each after the first.
-
-        The header is the first one of the connection that is indexed.
-        """
+        """Begin a call with a header so many times, the connection's first that is indexed."""
         block = self._header_block(method, ())
         block += b"\x40" + _text(name) + bytes((len(value),)) + value  # indexed
         block += bytes((0x80 | _NEWEST_INDEXED,)) * (count - 1)

@@ -160,8 +160,7 @@ def answers(
 ) -> tuple[dict[str, str], dict[str, set[str]]]:
     """Ask for every kind of output; return hashes of all bits of the answers, and their devices.
 
-    A tenth of the programs are asked for outputs with a number for each row; ``fits`` are fitted,
-    from two starts each.
+    A tenth of the programs are asked for outputs with a number for each row.
     """
     data = client.upload(*table(rows), **upload)
     expressions, parameters = thesis_mix(_SEED, programs, variables=4)

@@ -42,8 +42,6 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 
 # ------------------------------------------------------------------------------------- metrics
-
-
 def exported() -> set[str]:
     """Every series name that a server with a GPU can export."""
     recorder = Recorder()
@@ -120,8 +118,6 @@ def test_each_alert_has_a_case():
 
 
 # --------------------------------------------------------------------------------------- chart
-
-
 def container_of(manifests) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """The variables of the server, and the volumes of its pod."""
     (found,) = (m for m in manifests if m["kind"] == "StatefulSet")
@@ -168,8 +164,6 @@ def test_the_schema_of_the_values_knows_them_all_and_no_others():
 
 
 # ------------------------------------------------------------------------- compose, image, unit
-
-
 def test_the_server_knows_the_settings_of_compose_image_and_unit():
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     image = deployments.image_settings()[0]

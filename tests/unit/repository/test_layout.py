@@ -15,10 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = {
-    "warpfit": ROOT / "client" / "warpfit",
-    "warpfit_server": ROOT / "server" / "warpfit_server",
-}
+PACKAGES = {"warpfit": ROOT / "client/warpfit", "warpfit_server": ROOT / "server/warpfit_server"}
 #: Each folder imports folders that stand before it; a file stands for itself.
 ORDERS = {
     "warpfit_server": "shared_batch limits machine compile_cache logs config tenants admission ipc "

@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -10,12 +11,16 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from support.random_programs import thesis_mix
 from support.repository.required_packages import required_packages
+from warpfit.expressions import reference
+from warpfit.parse import parse
 
 #: Loaded by none of the imports below: each costs tens of milliseconds or more.
 HEAVY = {
@@ -73,8 +78,6 @@ def test_grpcs_poller_is_chosen_before_it_is_imported(given, expected):
 
 
 # -------------------------------------------------------------------------------- what is published
-
-
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -199,3 +202,16 @@ def test_stubs_are_fresh(tmp_path):
     paths = (ROOT / "client" / PACKAGE).glob("*_pb2*.py*")
     committed = {path.name: path.read_bytes() for path in paths}
     assert generated == committed, "run python proto/generate.py"
+
+
+def test_the_published_expressions_are_those_of_the_benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "bench"))
+    program = runpy.run_path(str(ROOT / "tests" / "bench" / "expressions.py"))
+    published = program["FILE"].read_text().splitlines()
+    assert published == program["lines"]()
+    X = np.random.default_rng(0).uniform(0.1, 5.0, (40, 10)).T
+    with np.errstate(all="ignore"):
+        for text, drawn, parameters in zip(published, *thesis_mix(1), strict=True):
+            found = reference.evaluate_program(parse(text), X)
+            bound = reference.evaluate_program(drawn.bind(parameters), X)
+            np.testing.assert_allclose(found, bound, rtol=1e-12)

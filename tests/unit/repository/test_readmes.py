@@ -25,9 +25,8 @@ def test_generated_parts_are_up_to_date():
 
 @pytest.mark.parametrize("readme", READMES)
 def test_every_file_that_is_named_exists(readme):
-    for path in re.findall(
-        r"`((?:client|server|proto|tests|deploy)/[\w/.]*)`", (ROOT / readme).read_text()
-    ):
+    named = r"`((?:client|server|proto|tests|deploy)/[\w/.]*)`"
+    for path in re.findall(named, (ROOT / readme).read_text()):
         assert (ROOT / path).exists(), path
 
 
@@ -112,8 +111,6 @@ def words_of_the_project() -> frozenset[str]:
 
 
 # ---------------------------------------------------------------------------------------- the site
-
-
 SITE = ROOT / "deploy" / "site"
 #: Documents that are for the folder that they are in.
 ELSEWHERE = {f"tests/data/{name}/README.md" for name in ("feynman", "nist_strd")}
