@@ -45,11 +45,8 @@ def connect(server, authority, pair, **options):
 
 @pytest.mark.parametrize("case", ["missing", "foreign", "expired"])
 def test_without_a_valid_client_certificate(server, authority, tmp_path, case):
-    pair = {
-        "missing": lambda: None,
-        "foreign": lambda: Authority(tmp_path, "stranger").issue("alice"),
-        "expired": lambda: authority.issue("alice", (-2, -1), file="expired"),
-    }[case]()
+    own = {"missing": None, "expired": authority.issue("alice", (-2, -1), file="expired")}
+    pair = own.get(case, Authority(tmp_path, "stranger").issue("alice"))
     own = (pair.key.read_bytes(), pair.certificate.read_bytes()) if pair else ()
     credentials = grpc.ssl_channel_credentials(authority.file.read_bytes(), *own)
     with grpc.secure_channel(server.address, credentials, OWN_CONNECTION) as channel:

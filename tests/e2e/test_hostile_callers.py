@@ -98,10 +98,8 @@ def test_unfinished_messages_are_accounted(server, modest, greedy):
 
 def test_a_call_of_many_hours_keeps_no_other_tenant_out(server, modest, caller):
     token = server.tokens["greedy"]
-    with (
-        warpfit.connect(server.address, token=token, retry=NO_RETRY) as impatient,
-        warpfit.connect(server.address, token=token) as patient,
-    ):
+    impatient = warpfit.connect(server.address, token=token, retry=NO_RETRY)
+    with impatient, warpfit.connect(server.address, token=token) as patient:
         data = patient.upload(WIDE, WIDE[:, 0])
         message = long_request(data, 60)
         # However long they are, each has half of its tenant's queue.

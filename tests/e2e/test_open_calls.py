@@ -129,11 +129,8 @@ def test_a_client_closes_at_once_and_a_program_ends_without_closing_it(server, c
     data = client.upload(X, X[:, 0], dtype="float64")
     client.evaluate(data, ["x1"], loss="mse")
     client.close()
-    program = (
-        "import numpy, sys, warpfit; client = warpfit.connect(sys.argv[1])\n"
-        "data = client.upload(numpy.ones((9, 1)), numpy.ones(9))\n"
-        "print(client.evaluate(data, ['x1 + 1'], loss='mse')[0])\n"
-    )
+    program = "import sys, warpfit; client = warpfit.connect(sys.argv[1]); "
+    program += "print(client.evaluate(client.upload([[1.0]], [1.0]), ['x1 + 1'], loss='mse')[0])"
     done = python("-c", program, server.address, timeout=60)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "1.0", "")
 

@@ -79,11 +79,9 @@ def test_threads_that_compute_make_way_for_what_answers_calls(server, clients):
 @pytest.mark.thorough
 def test_a_second_signal_cuts_calls_off(tmp_path):
     log = tmp_path / "log"
-    with (
-        ThreadPoolExecutor(1) as pool,
-        ServerProcess("--grace", "600", "--threads", "1", log=log) as server,
-        warpfit.connect(server.address, retry=warpfit.RetryPolicy(total_seconds=0)) as client,
-    ):
+    server = ServerProcess("--grace", "600", "--threads", "1", log=log)
+    client = warpfit.connect(server.address, retry=warpfit.RetryPolicy(total_seconds=0))
+    with ThreadPoolExecutor(1) as pool, server, client:
         data = client.upload(np.ones((1_000_000, 2)))
         batch = ["sin(x1)*exp(x2)"] * 5000
         waiting = pool.submit(client.evaluate, data, batch, reductions=["mean"])

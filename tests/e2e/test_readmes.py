@@ -35,8 +35,8 @@ SHELL = [s for path in READMES for s in snippets(path) if s.language == "sh"]
 LINES = [line for snippet in SHELL for line in commands(snippet)]
 _SLOW = r"protoc |warpfit serve(?! --help)"
 INSTALLING = [snippet for snippet in SHELL if "pip install" in snippet.code]
-#: Once each, though several READMEs may name them. Compiling a worker in C++ takes most of a minute,
-#: and other tests start servers, too.
+#: Once each, though several READMEs may name them. Compiling a worker in C++ takes long, and
+#: other tests start servers, too.
 RUNNING = [
     pytest.param(s, marks=[pytest.mark.thorough] * bool(re.search(_SLOW, s.code)))
     for s in {s.code: s for s in SHELL if s not in INSTALLING}.values()

@@ -143,12 +143,8 @@ def test_every_child_is_started_in_one_way():
     assert found == ["child_processes.py"]
 
 
-FOLDERS = {
-    ".:./": None,
-    ":/more": "/more",
-    "/more::/other:": "/more:/other",
-    "packages:/more": "{here}/packages:/more",
-}
+FOLDERS = {".:./": None, ":/more": "/more", "/more::/other:": "/more:/other"}
+FOLDERS["packages:/more"] = "{here}/packages:/more"
 
 
 @pytest.mark.parametrize("variable", ["PYTHONPATH", "LD_LIBRARY_PATH"])

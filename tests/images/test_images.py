@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import pytest
@@ -121,14 +121,7 @@ class Image:
     health: Sequence[str]
     volume: str
 
-    def start(
-        self,
-        volume: Path,
-        command: Sequence[str],
-        changes: Mapping[str, str],
-        folder: tuple[str, str] = ("", ""),
-        **options: Any,
-    ) -> subprocess.Popen[Any]:
+    def start(self, volume: Path, command, changes: Mapping[str, str], folder=("", ""), **options):
         """Run a command in a container of the image; ``options`` are those of `subprocess.Popen`.
 
         The image's volume is a folder of this machine. ``changes`` are variables that differ from
@@ -207,15 +200,10 @@ class Builder:
         self._buildah("build", *kind, *volumes, *arguments, f"--tag={name}", str(ROOT))
         container = self._buildah("from", "--pull-never", name)
         config = json.loads(self._buildah("inspect", container))["Docker"]["config"]
-        return Image(
-            self._network,
-            Path(self._buildah("mount", container)),
-            config["User"],
-            dict(entry.split("=", 1) for entry in config["Env"]),
-            [*config["Entrypoint"], *config["Cmd"]],
-            config["Healthcheck"]["Test"][1:],
-            next(iter(config["Volumes"])),
-        )
+        environment = dict(entry.split("=", 1) for entry in config["Env"])
+        command, health = [*config["Entrypoint"], *config["Cmd"]], config["Healthcheck"]["Test"][1:]
+        own = config["User"], environment, command, health, next(iter(config["Volumes"]))
+        return Image(self._network, Path(self._buildah("mount", container)), *own)
 
     def remove(self) -> None:
         self._network.remove()
@@ -288,14 +276,11 @@ def test_the_image_alone_does_not_serve_plain_text(cpu_image, volume):
     assert "plain text on 0.0.0.0" in ran.stderr
 
 
-LINES = [
-    made
-    for snippet in snippets("deploy/README.md")
-    for line in commands(snippet)
-    if line.startswith("docker run ")
-    for made in [deployments.container(shlex.split(line)[2:])]
-    if made.command[1:] == ("serve",)
+STARTED = [
+    line for s in snippets("deploy/README.md") for line in commands(s) if line[:10] == "docker run"
 ]
+LINES = [deployments.container(shlex.split(line)[2:]) for line in STARTED]
+LINES = [made for made in LINES if made.command[1:] == ("serve",)]
 
 
 @pytest.mark.parametrize("made", LINES, ids=range(len(LINES)))
@@ -359,10 +344,8 @@ def answers(address):
     ("fixture", "variant"), [("cpu_image", "server"), ("cuda_image", "cuda13")]
 )
 def test_an_image_has_what_is_locked_and_nothing_else(request, volume, fixture, variant):
-    code = (
-        "import json; from importlib.metadata import distributions;"
-        "print(json.dumps([(found.name, found.version) for found in distributions()]))"
-    )
+    code = "import json; from importlib.metadata import distributions as found;"
+    code += "print(json.dumps([(each.name, each.version) for each in found()]))"
     ran = request.getfixturevalue(fixture).run(volume, ["python", "-c", code])
     assert ran.returncode == 0, ran.stderr
     found = {name.lower().replace("_", "-"): version for name, version in json.loads(ran.stdout)}

@@ -13,7 +13,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,10 @@ FATAL = 666.0
 
 def figures(load: Load) -> dict[str, Any]:
     """What the clients of a scenario have seen."""
-    return {
-        "right_answers": load.right,
-        "wrong_answers": load.wrong,
-        "failures_after_retry": len(load.failures),
-        **({"first_failures": load.failures[:3]} if load.failures else {}),
-        "longest_call_seconds": round(load.longest_call, 3),
-    }
+    seen = {"right_answers": load.right, "wrong_answers": load.wrong}
+    seen |= {"failures_after_retry": len(load.failures)}
+    seen |= {"first_failures": load.failures[:3]} if load.failures else {}
+    return seen | {"longest_call_seconds": round(load.longest_call, 3)}
 
 
 def engine_sigkill(kills: int, clients: int = 8, front_ends: int = 1) -> dict[str, Any]:
@@ -285,12 +282,8 @@ class Fleet:
 
 
 def under_load(
-    cluster: Any,
-    counted: str,
-    times: int,
-    fault: Callable[[int], object],
-    repair: Callable[[int], object] = lambda number: None,
-) -> dict[str, Any]:
+    cluster: Any, counted: str, times: int, fault: Any, repair: Any = lambda index: None
+):
     """Provoke a fault of one server after the other under load, and repair it; return the gaps."""
     gaps, clients = [], 6
     with Load(cluster.address, clients) as load:
@@ -346,23 +339,24 @@ def killed_uploads(kills: int, *, together: int = 50) -> dict[str, Any]:
         seen = [_kill(server, together) for _ in range(kills // together)]
         after = _settled(server, before)
         works = client.evaluate(client.upload(np.ones((20, 2))), ["x1 + x2"])
-    return {
-        **{"killed": together * len(seen), "processes": len(seen)},
-        "least_shared_bytes_when_they_were_killed": min(one["shared_bytes"] for one in seen),
-        **{"before": before, "after": after, "answers_afterwards": bool((works == 2).all())},
+    least = min(one["shared_bytes"] for one in seen)
+    found = {
+        "killed": together * len(seen),
+        "processes": len(seen),
+        "before": before,
+        "after": after,
     }
+    found["least_shared_bytes_when_they_were_killed"] = least
+    return found | {"answers_afterwards": bool((works == 2).all())}
 
 
 def is_clean(seen: dict[str, Any]) -> bool:
     """Tell whether everything went back to where it was, and whether there was something to go."""
     before, after = seen["before"], seen["after"]
     grown = after["private_bytes"] - before["private_bytes"]
-    return (
-        all(after[name] <= before[name] for name in _COUNTS)
-        and grown < GROWTH_BYTES
-        and seen["least_shared_bytes_when_they_were_killed"] > before["shared_bytes"]
-        and seen["answers_afterwards"]
-    )
+    is_back = all(after[name] <= before[name] for name in _COUNTS) and grown < GROWTH_BYTES
+    had_some = seen["least_shared_bytes_when_they_were_killed"] > before["shared_bytes"]
+    return is_back and had_some and seen["answers_afterwards"]
 
 
 def held(server: ServerProcess) -> dict[str, int]:

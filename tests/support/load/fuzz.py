@@ -39,10 +39,8 @@ vectors = 50
 program_tokens = 2000
 dataset_bytes = "1MiB"
 """
-FLAGS = (
-    *("--max-result-bytes", "4MiB", "--max-resident-bytes", "256KiB"),
-    *("--max-pending-bytes", "32MiB", "--max-requests", "24"),
-)
+FLAGS = ("--max-result-bytes", "4MiB", "--max-resident-bytes", "256KiB", "--max-requests", "24")
+FLAGS += ("--max-pending-bytes", "32MiB")
 _ODD = [0.0, -0.0, 1.0, -1.0, 0.5, 3.0, 1e300, -1e300, 5e-324, np.nan, np.inf, -np.inf, 2.0**53]
 _BY_ARITY = {n: [op.code for op in OPERATORS.values() if op.arity == n] for n in (1, 2, 3)}
 _WISHES = ("values", "gradient", "jacobian", "variable_gradient", "reductions", "linear_scaling")
@@ -227,14 +225,11 @@ class Fuzzer:
         return Request(method, [*messages], self._random.uniform(0.001, 0.05) if hurried else 5.0)
 
     def _evaluation(self) -> pb.EvaluateRequest:
-        message = pb.EvaluateRequest(
-            content_id=self._content_id(),
-            programs=self._programs(),
-            precision=self._pick([0, 1]),
-            loss=self._pick([0, 0, 1, 2, 3, 4, 5, 6]),
-            tier=self._pick([0, 0, 1, 2]),
-            **{wish: self._random.random() < 0.2 for wish in _WISHES},
-        )
+        choices = {"precision": [0, 1], "loss": [0, 0, 1, 2, 3, 4, 5, 6], "tier": [0, 0, 1, 2]}
+        drawn = {name: self._pick(values) for name, values in choices.items()}
+        drawn |= {wish: self._random.random() < 0.2 for wish in _WISHES}
+        own = {"content_id": self._content_id(), "programs": self._programs()}
+        message = pb.EvaluateRequest(**own, **drawn)
         if self._random.random() < 0.9:  # make it agree with itself
             message.values |= not message.loss
             for wish in ("gradient", "variable_gradient", "linear_scaling"):

@@ -42,14 +42,11 @@ def soak(seconds: float, clients=4, front_ends=2, leak: int = 0, devices="cpu") 
             stop.set()
         time.sleep(1.0)  # further front ends send their figures twice a second
         page = scrape(server.facts["metrics"])
-    return {
-        **judged(samples),
-        "calls": dict(sorted(counts.items())),
-        "in_flight_at_the_end": page.total("warpfit_requests_in_flight"),
-        "engine_restarts": page.total("warpfit_engine_restarts_total"),
-        "evictions": page.total("warpfit_evictions_total"),
-        "internal_errors": page.total("warpfit_requests_total", status="INTERNAL"),
-    }
+    seen = {**judged(samples), "calls": dict(sorted(counts.items()))}
+    seen["in_flight_at_the_end"] = page.total("warpfit_requests_in_flight")
+    seen["internal_errors"] = page.total("warpfit_requests_total", status="INTERNAL")
+    names = ("engine_restarts", "evictions")
+    return seen | {name: page.total(f"warpfit_{name}_total") for name in names}
 
 
 def _sample(server: ServerProcess) -> dict[str, float]:
@@ -57,13 +54,10 @@ def _sample(server: ServerProcess) -> dict[str, float]:
     family = server.family()
     memory = {f"{role}_bytes": p.memory_full_info().pss for role, p in family.items()}
     gpus = scrape(server.facts["metrics"]).total("warpfit_gpu_memory_used_bytes")
-    return {
-        "memory_bytes": sum(memory.values()),
-        **memory,
-        "descriptors": sum(process.num_fds() for process in family.values()),
-        "threads": sum(process.num_threads() for process in family.values()),
-        "gpu_bytes": gpus,
-    }
+    threads = sum(process.num_threads() for process in family.values())
+    files = sum(process.num_fds() for process in family.values())
+    found = {"memory_bytes": sum(memory.values()), **memory, "descriptors": files}
+    return found | {"threads": threads, "gpu_bytes": gpus}
 
 
 def judged(samples: list[dict[str, float]]) -> dict[str, Any]:
@@ -71,10 +65,8 @@ def judged(samples: list[dict[str, float]]) -> dict[str, Any]:
     count = len(samples)
     width = max(1, round(count * _WINDOW))
     early, late = samples[round(count * _WARM_UP) :][:width], samples[-width:]
-    ends = {
-        name: [int(np.median([sample[name] for sample in window])) for window in (early, late)]
-        for name in samples[0]
-    }
+    middle = lambda name, window: int(np.median([sample[name] for sample in window]))  # noqa: E731
+    ends = {name: [middle(name, window) for window in (early, late)] for name in samples[0]}
     growth = {name: after - before for name, (before, after) in ends.items()}
     passed = max(growth["memory_bytes"], growth["gpu_bytes"]) < LIMIT_BYTES
     tenths = [samples[count * part // 10]["memory_bytes"] >> 20 for part in range(10)]

@@ -15,10 +15,9 @@ def required_packages(requirement: str) -> set[str]:
         name = canonicalize_name(wanted.name)
         for extra in {"", *wanted.extras} - {extra for known, extra in found if known == name}:
             found.add((name, extra))
+            markers = [(each, each.marker) for each in map(Requirement, requires(name) or ())]
             waiting += [
-                needed
-                for needed in map(Requirement, requires(name) or ())
-                if needed.marker is None or needed.marker.evaluate({"extra": extra})
+                each for each, own in markers if own is None or own.evaluate({"extra": extra})
             ]
     return {name for name, _ in found} - {canonicalize_name(Requirement(requirement).name)}
 

@@ -29,13 +29,12 @@ OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
 def programs() -> pb.Programs:
     """One program: variable 0 times parameter 0."""
-    return pb.Programs(
-        codes=bytes([1, 2, 18]),
-        values=np.zeros(3).tobytes(),
-        lengths=np.array([3], "<u4").tobytes(),
-        parameter_counts=np.array([1], "<u4").tobytes(),
-        parameters=np.array([0.5]).tobytes(),
+    one, three = (np.array([number], "<u4").tobytes() for number in (1, 3))
+    made = pb.Programs(
+        codes=bytes([1, 2, 18]), values=bytes(24), lengths=three, parameter_counts=one
     )
+    made.parameters = np.array([0.5]).tobytes()
+    return made
 
 
 def evaluate_request(content_id: bytes, **wishes: Any) -> pb.EvaluateRequest:
@@ -141,12 +140,8 @@ def _bytes(message: Any) -> bytes:
 
 _SEED = 5
 #: Expressions to fit, and how many parameters each has.
-_FITTED = {
-    "p1*x1 + p2": 2,
-    "p1*exp(p2*x2) + p3": 3,
-    "sin(p1*x1) * p2": 2,
-    "p1*x1^2 + p2*x3 + p3": 3,
-}
+_FITTED = {"p1*x1 + p2": 2, "p1*exp(p2*x2) + p3": 3, "sin(p1*x1) * p2": 2}
+_FITTED["p1*x1^2 + p2*x3 + p3"] = 3
 
 
 def table(rows: int) -> tuple[np.ndarray, np.ndarray]:

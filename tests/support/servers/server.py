@@ -32,13 +32,9 @@ class ServerProcess:
         self._log = log.open("w") if log else None
         limit = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh"] if files else []
         command = [*limit, sys.executable, "-m", "warpfit_server", "--port", "0"]
-        self.process = subprocess.Popen(
-            [*command, "--devices", devices, *flags],
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env={**os.environ, **environment},
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": self._log, "text": True}
+        words, environment = [*command, "--devices", devices, *flags], {**os.environ, **environment}
+        self.process = subprocess.Popen(words, env=environment, **pipes)
         assert self.process.stdout is not None
         self.banner = self.process.stdout.readline()
         if "listening on" not in self.banner:

@@ -51,22 +51,16 @@ def exported() -> set[str]:
     totals = recorder.totals()
     assert {name for name, _ in totals.counts} == set(CALL_COUNTERS)
     assert {name for name, _ in totals.histograms} == set(HISTOGRAMS)
-    device, counters = SimpleNamespace(label="cuda:0"), dict.fromkeys(COUNTERS, 1.0)
-    supervisors = [SimpleNamespace(device=device, counters=counters)]
-    watch = SimpleNamespace(
-        readiness=SimpleNamespace(serving={"cuda:0"}),
-        engines=[SimpleNamespace(label="cuda:0", probe_seconds=0.5)],
-    )
-    server = SimpleNamespace(
-        recorder=recorder,
-        engines=SimpleNamespace(
-            engine="cuda", restarts={("cuda:0", "hung"): 2}, supervisors=supervisors
-        ),
-        datasets=SimpleNamespace(usage=lambda: StoreUsage(1, 100, 3)),
-        watchdog=watch,
-        config=Config(max_resident_bytes=1000),
-        processes=lambda: {"main": 1},
-        quotas=SimpleNamespace(work=lambda: [0]),
+    one = SimpleNamespace
+    supervisors = [one(device=one(label="cuda:0"), counters=dict.fromkeys(COUNTERS, 1.0))]
+    serving, engine = one(serving={"cuda:0"}), one(label="cuda:0", probe_seconds=0.5)
+    restarts = {("cuda:0", "hung"): 2}
+    server = one(
+        **{"recorder": recorder, "config": Config(max_resident_bytes=1000)},
+        engines=one(engine="cuda", restarts=restarts, supervisors=supervisors),
+        datasets=one(usage=lambda: StoreUsage(1, 100, 3)),
+        watchdog=one(readiness=serving, engines=[engine]),
+        **{"processes": lambda: {"main": 1}, "quotas": one(work=lambda: [0])},
     )
     families = [*ServerCollector(server, lambda: [GpuUsage("0", "H200", 1, 1, 1.0)]).collect()]
     assert all(family.samples for family in families)
@@ -93,9 +87,9 @@ def test_queries_ask_for_metrics_that_there_are_and_the_dashboard_shows_all():
     adapter = (CHART / "adapter-rules.yaml").read_text()
     asked = metrics_in([*dashboard(), *(rule["expr"] for rule in rules()), adapter])
     assert asked - exported() - {"warpfit_queue_seconds_mean"} == set()
+    pages = exported(), metrics_in(dashboard())
     families, shown = (
-        {re.sub("_(bucket|sum|count)$", "", name) for name in names}
-        for names in (exported(), metrics_in(dashboard()))
+        {re.sub("_(bucket|sum|count)$", "", name) for name in page} for page in pages
     )
     assert families - shown == set()
 
