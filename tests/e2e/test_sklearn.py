@@ -248,6 +248,13 @@ def test_odd_data_are_warned_of(search, change, says):
     assert [bool(re.search(says, text)) for text in told] == [True] * bool(says)
 
 
+def test_what_are_no_numbers_is_refused_as_by_upload():
+    record = np.array([(1.0, 2.0)] * 2, [("a", float), ("b", float)])
+    for X in (np.array([["a", 1.0], ["b", 2.0]], object), record):
+        with pytest.raises(InvalidArgumentError, match=r"real number|structured array"):
+            SymbolicRegressor(address="127.0.0.1:1").fit(X, [1.0, 2.0])
+
+
 def test_many_fits_share_the_server_of_a_client(client):
     X, law_of = points(60), ParameterOptimizer("p1*x1^2/x2 + p2", address=client)
     grid = GridSearchCV(law_of, {"expression": ["p1*x1", "p1*x1^2/x2 + p2"]}, cv=2)

@@ -30,10 +30,8 @@ OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 def programs() -> pb.Programs:
     """One program: variable 0 times parameter 0."""
     one, three = (np.array([number], "<u4").tobytes() for number in (1, 3))
-    made = pb.Programs(
-        codes=bytes([1, 2, 18]), values=bytes(24), lengths=three, parameter_counts=one
-    )
-    made.parameters = np.array([0.5]).tobytes()
+    made = pb.Programs(codes=bytes([1, 2, 18]), values=bytes(24), lengths=three)
+    made.parameter_counts, made.parameters = one, np.array([0.5]).tobytes()
     return made
 
 
