@@ -7,8 +7,6 @@ its ports are the image's.
 8 GB. It is no part of the usual tests.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

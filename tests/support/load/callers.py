@@ -1,7 +1,5 @@
 """Callers at the level of gRPC, one at a time, in loops, and in processes of their own."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -3,8 +3,6 @@
 Small numbers make a test of a few seconds, large ones the table of `tests/bench/service/faults.py`.
 """
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os
@@ -250,7 +248,7 @@ class Fleet:
         self.address = ",".join(server.address for server in self.servers)
         self.size = count
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self):
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -1,7 +1,5 @@
 """Clients that evaluate again and again, check every answer and count."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -52,7 +50,7 @@ class Load:
         self.tallies = [Tally() for _ in range(clients)]
         self._running = ExitStack()
 
-    def __enter__(self) -> Load:
+    def __enter__(self):
         self._running.enter_context(in_threads(self._run, range(len(self.tallies))))
         eventually(lambda: all(tally.right or tally.failures for tally in self.tallies), 60)
         return self

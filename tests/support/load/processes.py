@@ -1,7 +1,5 @@
 """Threads and processes that call at the same time."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Worker processes that call a server as fast as they can, all of them at the same time."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import time

@@ -5,8 +5,6 @@ takes calls back as soon as they are made, which gRPC's own clients never do. Fr
 encoding are those of RFC 9113 and RFC 7541.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import socket
@@ -96,7 +94,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self):
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 
@@ -173,7 +171,7 @@ class RawConnection:
         self._write(_PREFACE + _frame(_SETTINGS, 0, 0, settings))
         threading.Thread(target=self._read, daemon=True).start()
 
-    def __enter__(self) -> RawConnection:
+    def __enter__(self):
         return self
 
     def __exit__(self, *_: object) -> None:

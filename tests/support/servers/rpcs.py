@@ -1,7 +1,5 @@
 """Calls of every kind: raw RPCs with any credentials, whose answers are compared, and long ones."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Callable
@@ -201,12 +199,12 @@ WIDE: Final = np.random.default_rng(2).normal(size=(100_000, 2))
 LONG: Final = warpfit.parse("+".join(f"sin(x1*{k})" for k in range(1, 300)))
 
 
-def long_request(data: warpfit.Data, programs: int = 400) -> bytes:
+def long_request(data: Any, programs: int = 400) -> bytes:
     """Serialize the losses of as many long programs, on data such as `WIDE`."""
     return request(data, [LONG] * programs, loss="mse")
 
 
-def request(data: warpfit.Data, programs: Any, **options: Any) -> bytes:
+def request(data: Any, programs: Any, **options: Any) -> bytes:
     """Serialize any evaluation; ``options`` are those of `warpfit.Client.run`."""
     evaluation, _ = build_evaluation(data, programs, None, None, options)
     return codec.evaluation_to_bytes(evaluation, pieces=True)

@@ -1,7 +1,5 @@
 """A real server process for end-to-end tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -46,7 +44,7 @@ class ServerProcess:
         #: What the start-up line says: health and metrics ports among others.
         self.facts = {name: value for name, _, value in named if value}
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self):
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -4,8 +4,6 @@ A folder imports those that stand before it in its list. A module at the top of 
 `warpfit_server.server`, assembles what is below and may import everything.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
