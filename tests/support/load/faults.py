@@ -89,9 +89,7 @@ def endless_work(kind: str) -> dict[str, Any]:
         switch.touch()
         flags, environment = ("--threads", "1", "--front-ends", "1"), injected(f"{kind}={switch}")
         server = ServerProcess(*EAGER, *flags, **environment)
-        patient = warpfit.RetryPolicy(
-            total_seconds=120
-        )  # an engine starts slowly on a busy machine
+        patient = warpfit.RetryPolicy(total_seconds=120)  # also if the machine is busy
         with server, warpfit.connect(server.address, retry=patient) as client:
             old = server.engine()
             data = client.upload(np.ones((10, 2)))
