@@ -21,26 +21,23 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is no failure: nothing here is timed. Each run draws other examples;
 # `--hypothesis-profile=many` draws more of them.
+own = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 for name, count in (("many", 1000), ("few", 15)):
-    settings.register_profile(
-        name, deadline=None, max_examples=count, suppress_health_check=[HealthCheck.too_slow]
-    )
+    settings.register_profile(name, max_examples=count, **own)
 settings.load_profile("few")
 
 # What is imported and collected is no garbage, and looking through all of it again and again would
 # take a tenth of the time; see `pytest_collection_finish`.
 gc.disable()
 
-#: Each process of the tests loads libraries and keeps servers: about a gigabyte.
-_MOST_PROCESSES = 4
 
-
-@pytest.hookimpl(
-    optionalhook=True
-)  # there is none without pytest-xdist, which GPU tests do not need
+@pytest.hookimpl(optionalhook=True)  # GPU tests do not need pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
-    """Processes of ``pytest -n auto``: one more than cores, because tests of servers often wait."""
-    return min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) + 1)
+    """Processes of ``pytest -n auto``: one more than cores, because tests of servers often wait.
+
+    Each loads libraries and keeps servers, about a gigabyte.
+    """
+    return min(4, len(os.sched_getaffinity(0)) + 1)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -74,9 +71,6 @@ def pytest_sessionstart() -> None:
             fcntl.flock(lock, fcntl.LOCK_EX)
             launches.load()
 
-    if os.environ["PYTEST_XDIST_WORKER"] == "gw1":
-        parts.precompile(available_cores())
-        load_lowering()
-    else:
-        load_lowering()
-        parts.precompile(available_cores())
+    steps = [lambda: parts.precompile(available_cores()), load_lowering]
+    for step in steps if os.environ["PYTEST_XDIST_WORKER"] == "gw1" else reversed(steps):
+        step()

@@ -34,18 +34,12 @@ def still_serving(caller):
     assert pb.EvaluateResponse.FromString(answer).header.rows == 4
 
 
-def request(codes=b"\x01", numbers=None, lengths=None, counts=None, parameters=(), **fields):
-    lengths = [len(codes)] if lengths is None else lengths
-    counts = [0] * len(lengths) if counts is None else counts
-    numbers = [0.0] * len(codes) if numbers is None else numbers
-    programs = pb.Programs(
-        codes=bytes(codes),
-        values=np.array(numbers, "<f8").tobytes(),
-        lengths=np.array(lengths, "<u4").tobytes(),
-        parameter_counts=np.array(counts, "<u4").tobytes(),
-        parameters=np.array(parameters, "<f8").tobytes(),
-        vectors=fields.pop("vectors", 0),
-    )
+def request(codes=b"\x01", lengths=None, vectors=0, **fields):
+    lengths = lengths or [len(codes)]
+    programs = pb.Programs(codes=bytes(codes), vectors=vectors)
+    programs.values = bytes(8 * len(codes))
+    programs.lengths = np.array(lengths, "<u4").tobytes()
+    programs.parameter_counts = bytes(4 * len(lengths))
     given = {"content_id": DATA.content_id, "values": True, **fields}
     return pb.EvaluateRequest(programs=programs, **given)
 
@@ -65,29 +59,15 @@ def refused(caller, reason, method, message):
 TOO_MUCH = ("PROGRAM_TOO_LONG", "TOO_MANY_VECTORS", "DATASET_TOO_LARGE", "NAMES_TOO_LONG")
 STATUS = {"DATASET_NOT_FOUND": "NOT_FOUND", **dict.fromkeys(TOO_MUCH, "RESOURCE_EXHAUSTED")}
 ADD = ops.OPERATORS["add"].code
-TOO_LONG = 1_000_000
 #: Reason, place if there is one, and request.
 EVALUATE_CASES = {
-    "unknown operator": ("UNKNOWN_OPERATOR", (0, 1), request([1, 200])),
     "underflow": ("STACK_UNDERFLOW", (1, 1), request([1, 1, ADD, 1, ADD], lengths=[3, 2])),
-    "leftovers": ("STACK_LEFTOVERS", (0, 1), request([1, 1])),
-    "variable": ("VARIABLE_OUT_OF_RANGE", (0, 0), request([1], [3.0])),
-    "nan index": ("BAD_INDEX", (0, 0), request([1], [float("nan")])),
-    "parameter": (
-        *("PARAMETER_OUT_OF_RANGE", (1, 0)),
-        request([1, 2], [0.0, 1.0], lengths=[1, 1], counts=[0, 1], parameters=[1.0]),
-    ),
-    "too few parameters": ("LENGTH_MISMATCH", None, request([2], counts=[2], parameters=[1.0])),
     "lengths lie": ("PROGRAM_TOO_LONG", None, request([1], lengths=[2**31])),
-    "empty batch": ("EMPTY_BATCH", None, request([], lengths=[])),
-    "empty program": ("EMPTY_PROGRAM", None, request([1], lengths=[1, 0])),
-    "long": ("PROGRAM_TOO_LONG", None, request(bytes([1]) * TOO_LONG, np.zeros(TOO_LONG))),
     "no data set": ("DATASET_NOT_FOUND", None, request(content_id=bytes(32))),
     "short id": ("BAD_DATASET_ID", None, request(content_id=b"abc")),
     "no target": ("TARGET_MISSING", None, request(content_id=BARE.content_id, loss=pb.LOSS_MSE)),
     "rows outside": ("ROWS_OUT_OF_RANGE", None, request(rows=pb.RowRange(start=0, stop=5))),
     "nothing wanted": ("NO_OUTPUT_REQUESTED", None, request(values=False)),
-    "bad loss": ("BAD_ENUM", None, request(loss=99)),
     "many vectors": ("TOO_MANY_VECTORS", None, request([1], vectors=4_000_000_000)),
     "garbage": ("MALFORMED_MESSAGE", None, b"\xff\xfe garbage \x00" * 10),
 }
@@ -117,17 +97,12 @@ def payload(count=BARE.layout.nbytes):
 
 
 UPLOAD_CASES = {
-    "no messages": ("NO_MESSAGE", []),
     "no header": ("BAD_HEADER", [payload(4)]),
     "two headers": ("BAD_HEADER", [header(), header()]),
     "truncated": ("TRUNCATED_UPLOAD", [header(), payload(BARE.layout.nbytes - 1)]),
     "surplus": ("SURPLUS_UPLOAD", [header(), payload(), payload(1)]),
     "wrong digest": ("BAD_DIGEST", [header(), payload()]),
-    "no rows": ("EMPTY_DATASET", [header(rows=0)]),
-    "rows lie": ("TRUNCATED_UPLOAD", [header(rows=5), payload()]),
-    "too large": ("DATASET_TOO_LARGE", [header(rows=2**60)]),
     "overflow": ("DATASET_TOO_LARGE", [header(rows=2**63, variables=2**63)]),
-    "garbage": ("MALFORMED_MESSAGE", [b"\xff\xff\xff"]),
     "garbage data": ("MALFORMED_MESSAGE", [header(), b"\xff\xff\xff"]),
 }
 
@@ -141,14 +116,6 @@ def test_upload(caller, server, name):
         refused(caller, reason, "UploadVariables", messages)
         growth.append(server.shared_memory() - before)
     assert min(growth) <= 0
-
-
-@pytest.mark.parametrize("method", ["GetVariables", "ReleaseVariables"])
-def test_unknown_data_set_for_get_and_release(caller, method):
-    refused(caller, "DATASET_NOT_FOUND", method, b"\x0a\x20" + bytes(32))
-
-
-# ----------------------------------------------------- lengths of names, losses and answers
 
 
 EVALUATE = SERVICE + "Evaluate"
@@ -174,7 +141,6 @@ def test_names_and_losses_have_limits(client):
 @pytest.mark.parametrize(
     ("programs", "values", "options"),
     [
-        (8193, None, {"loss": "mse"}),
         (100, True, {"jacobian": True}),
         (4000, None, {"loss": "mse", "reductions": True, "linear_scaling": True}),
     ],
@@ -211,12 +177,7 @@ def test_a_longer_answer_is_refused_at_once_unless_its_caller_reads_pieces(clien
     np.testing.assert_array_equal(values[:, 0, :], np.tile(TALL[:, 0], (1001, 1)).astype("f4"))
 
 
-# ---------------------------------------------------------------------------------- seeded requests
-
-
-REQUESTS = 120
-THREADS = 4
-GROWTH_BYTES = 32 << 20
+REQUESTS, THREADS = 120, 4
 
 
 def test_wrong_requests_get_answers_that_say_why(tmp_path):
@@ -248,4 +209,4 @@ def test_wrong_requests_get_answers_that_say_why(tmp_path):
         eventually(lambda: server.in_flight() == Amounts())
         assert server.process.poll() is None
         assert server.engine().pid == family[1]
-        assert sum(map(private_bytes, family)) - before < GROWTH_BYTES
+        assert sum(map(private_bytes, family)) - before < 32 << 20

@@ -3,13 +3,14 @@ afterwards, and everything that it held comes back.
 """
 
 import time
+from functools import partial
 
 import grpc
 import numpy as np
 import pytest
 
 import warpfit
-from support.servers.rpcs import LONG, SERVICE, request, start
+from support.servers.rpcs import LONG, SERVICE, long_request, request, start
 from support.servers.server import eventually
 from warpfit import codec
 from warpfit.calls.arguments import build_fit
@@ -40,13 +41,8 @@ def leaves_nothing(server, data):
     def check():
         eventually(lambda: server.in_flight() == Amounts(), 10)
         eventually(is_idle, 10)
-        assert server.in_flight() == Amounts()
 
     return check
-
-
-def losses(data):
-    return request(data, [LONG] * 300, loss="mse")
 
 
 def fits(data):
@@ -69,7 +65,9 @@ def codes(calls):
     return found
 
 
-@pytest.mark.parametrize(("method", "make"), [("Evaluate", losses), ("Optimize", fits)])
+@pytest.mark.parametrize(
+    ("method", "make"), [("Evaluate", partial(long_request, programs=300)), ("Optimize", fits)]
+)
 def test_while_the_engine_computes(caller, data, leaves_nothing, method, make):
     call = start(caller.channel, make(data), method)
     time.sleep(0.2)
@@ -81,26 +79,24 @@ def test_while_the_engine_computes(caller, data, leaves_nothing, method, make):
 
 
 def test_while_it_waits_for_the_engine(caller, data, leaves_nothing):
-    message = request(data, [LONG] * 10, loss="mse")  # the first of them may end in time
+    message = long_request(data, 10)  # the first of them may end in time
     found = codes([start(caller.channel, message, timeout=0.7) for _ in range(16)])
     assert set(found) <= {PASSED, grpc.StatusCode.RESOURCE_EXHAUSTED}  # the queue may be full
     assert found.count(PASSED) > 4
     leaves_nothing()
 
 
-@pytest.mark.parametrize("code", [CANCELLED, PASSED], ids=str)
-def test_while_the_answer_is_sent(caller, data, leaves_nothing, code):
+def test_while_the_answer_is_sent(caller, data, leaves_nothing):
     message = request(data, [f"x1*{k}" for k in range(50)])  # 40 MB, more than gRPC buffers
-    call = start(caller.channel, message, timeout=1.0 if code is PASSED else 60)
+    call = start(caller.channel, message)
     assert len(next(call)) > 0
-    time.sleep(1.1 if code is PASSED else 0.3)  # it waits for the client to read on
-    call.cancel() if code is CANCELLED else None
-    assert codes([call]) == [code]
+    time.sleep(0.3)  # it waits for the client to read on
+    call.cancel()
+    assert codes([call]) == [CANCELLED]
     leaves_nothing()
 
 
-@pytest.mark.parametrize("code", [CANCELLED, PASSED], ids=str)
-def test_while_data_are_uploaded(caller, server, leaves_nothing, code):
+def test_while_data_are_uploaded(caller, server, leaves_nothing):
     messages = list(codec.upload_messages(Dataset.of(WIDE + 1), 100_000))
     held = server.shared_memory()
 
@@ -109,11 +105,6 @@ def test_while_data_are_uploaded(caller, server, leaves_nothing, code):
         time.sleep(0.4)
 
     method = caller.channel.stream_unary(SERVICE + "UploadVariables")
-    call = method.future(half(), timeout=0.3 if code is PASSED else 60)
-    time.sleep(0.1)
-    if code is CANCELLED:
-        assert call.cancel()
-    else:
-        assert call.exception().code() is PASSED
+    assert method.future(half(), timeout=0.3).exception().code() is PASSED
     leaves_nothing()
     assert server.shared_memory() < held + WIDE.nbytes

@@ -110,7 +110,6 @@ def test_an_error_in_a_part_names_the_program_of_the_whole(client):
     with pytest.raises(warpfit.errors.ProgramError) as caught:
         client.evaluate(data, programs, parameters, loss="mse")
     assert caught.value.expression == 200
-    assert len(client.evaluate(data, programs[:200], parameters[:200], loss="mse")) == 200
 
 
 def test_a_search_by_time_runs_on_all_engines_and_outlives_one(pair, client):
@@ -129,7 +128,6 @@ def test_a_search_by_time_runs_on_all_engines_and_outlives_one(pair, client):
     found = client.search(data, seconds=2.5, progress=report, **options)
     assert (found.reason, found.interruptions) == ("time", 0)
     assert sorted(found.timings.device.split(",")) == ["cpu:0", "cpu:1"]
-    assert len(reports) > 1
     assert found.tried >= reports[-1] > reports[0]
     assert found.tried > one.tried
     eventually(lambda: serving(client) == {"cpu:0": True, "cpu:1": True})

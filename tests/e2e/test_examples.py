@@ -9,12 +9,9 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-import warpfit
 from support.servers.server import ServerProcess
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "client" / "examples"
@@ -23,6 +20,10 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "client" / "examples"
 def run(name: str, *flags: object) -> str:
     command = [sys.executable, str(EXAMPLES / name), *map(str, flags)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def kinds(cell) -> set[str]:
+    return {kind for output in cell.get("outputs", ()) for kind in output.get("data", ())}
 
 
 @pytest.mark.thorough
@@ -46,71 +47,40 @@ def test_the_gallery_agrees_with_what_is_certified(server: ServerProcess, tmp_pa
     out = run("gallery.py", "--address", server.address, "--plots", tmp_path)
     digits = re.search(r"Misra1a: .*, ([0-9.]+) certified digits", out)
     assert float(digits[1]) > 6
-    factors = {law: float(nats) for law, nats in re.findall(r"enzyme: (.+?) +(-?[\d.]+) nats", out)}
-    assert len(factors) == 4
+    assert len(re.findall(r"enzyme: (.+?) +(-?[\d.]+) nats", out)) == 4
     assert re.search(r"^groups: rate = .*p1", out, re.MULTILINE)
     names = {"gallery_nist.svg", "gallery_enzyme.svg", "gallery_groups.svg"}
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("page", ["pysr", "gplearn", "operon"])
-def test_the_example_of_a_page_finds_the_law_that_it_draws_from(server, monkeypatch, page):
-    """The example that a reader runs first ends with the law itself."""
-    monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
-    text = (EXAMPLES.parents[1] / "deploy/site/pages" / f"coming_from_{page}.md").read_text()
-    names: dict[str, Any] = {}
-    exec(re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[0], names)
-    model, X, y = names["model"], names["X"], names["y"]
-    (law,) = re.findall(r"^y = (.*)$", text, re.MULTILINE)
-    law = re.sub(r"X\[:, (\d)\]", lambda column: f"x{int(column[1]) + 1}", law)
-    true = warpfit.parse(law.replace("np.", "").replace("**", "^"))
-    np.testing.assert_allclose(true.to_numpy()(X), y, rtol=1e-12)
-    elsewhere = np.random.default_rng(1).uniform(-4.0, 4.0, (50, 2))
-    found = model.program_.to_numpy()(elsewhere)
-    np.testing.assert_allclose(found, true.to_numpy()(elsewhere), rtol=1e-6, atol=1e-6)
-
-
-def kinds(cell) -> set[str]:
-    outputs = cell.get("outputs", ())
-    return {kind for output in outputs for kind in output.get("data", ())}
-
-
-@pytest.mark.thorough
 def test_kepler_finds_the_third_law(server: ServerProcess, tmp_path):
     out = run("kepler.py", "--address", server.address, "--plot", tmp_path / "law.svg")
     assert "<svg" in (tmp_path / "law.svg").read_text()
-    law = next(line for line in out.splitlines() if line.strip().startswith("period = "))
-    named = [name for name in ("distance", "mass", "eccentricity") if name in law]
-    assert named == ["distance"]
+    (law,) = re.findall(r"^ *period = .*", out, re.MULTILINE)[:1]
+    assert [name for name in ("distance", "mass", "eccentricity") if name in law] == ["distance"]
     (exponent,) = re.findall(r"distance \^ (-?[0-9.]+)", out)[-1:]
     assert abs(abs(float(exponent)) - 1.5) < 0.003, out
 
 
 def test_a_logger_takes_any_callable_of_numbers():
     logger = runpy.run_path(str(EXAMPLES / "log_search.py"))["SearchLogger"]
-    front = [
-        types.SimpleNamespace(loss=loss, complexity=size, equation=f"x{size}")
-        for loss, size in ((3.0, 1), (0.5, 5), (0.7, 7))
-    ]
+    sizes = {1: 3.0, 5: 0.5, 7: 0.7}
+    one = types.SimpleNamespace
+    front = [one(loss=loss, complexity=n, equation=f"x{n}") for n, loss in sizes.items()]
     told, texts = [], []
     logger(lambda *words: told.append(words), lambda *words: texts.append(words))(None, 4, front)
     assert told == [("search/loss", 0.5, 4), ("search/size", 5, 4), ("search/formulas", 3, 4)]
     assert texts == [("search/best", "x5", 4)]
 
 
-def test_a_loop_of_proposals_finds_an_oscillation(server: ServerProcess, monkeypatch):
+def test_a_loop_of_proposals_finds_an_oscillation(server: ServerProcess):
     flags = ("--address", server.address, "--rounds", 2, "--skeletons", 60)
     out = run("propose_loop.py", *flags)
     first, best, second, better, law, r2, *_ = out.splitlines()
-    for number, heading in enumerate((first, second), 1):
+    for number, heading, line in ((1, first, best), (2, second, better)):
         told = rf"round {number}: \d+ of 60 predict better than the mean, \d+ refused"
         assert re.fullmatch(told, heading)
-    for line in (best, better):
         assert re.fullmatch(r"  held-out R2 [01]\.\d{4}  .*\bp1\b.*", line)
     assert law == "y = 3 * exp(-0.4 * t) * cos(2.5 * t) + 1"
     assert re.fullmatch(r"  R2 on the rows held out (0\.99\d\d|1\.0000)", r2)
-    none = ["propose_loop.py", "--address", server.address, "--skeletons", "0", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", none)
-    with pytest.raises(SystemExit, match="give more --skeletons"):
-        runpy.run_path(str(EXAMPLES / "propose_loop.py"), run_name="__main__")

@@ -1,6 +1,5 @@
 """Faults in small; `tests/bench/service/faults.py` has many of each."""
 
-import asyncio
 import os
 import resource
 import shutil
@@ -45,8 +44,6 @@ def test_a_server_does_not_grow():
 
 
 # --------------------------------------- work that engines die of, lost connections, no more files
-
-
 @pytest.fixture(scope="module")
 def harmed():
     """A server of two front ends with planted faults."""
@@ -55,21 +52,27 @@ def harmed():
         yield process
 
 
-def test_a_batch_is_refused_after_its_second_crash_and_others_are_answered(harmed):
-    def restarts():
-        return scrape(harmed.facts["metrics"]).total("warpfit_engine_restarts_total")
+#: Clients wait for the next engine as long as it takes to start, also on a busy machine.
+PATIENT = 120.0
 
-    with Load(harmed.address, 3) as load, warpfit.connect(harmed.address) as client:
+
+def test_a_batch_is_refused_after_its_second_crash_and_others_are_answered(harmed):
+    def crashes():
+        page = scrape(harmed.facts["metrics"])
+        return page.total("warpfit_engine_restarts_total", cause="SIGSEGV")
+
+    patient = warpfit.connect(harmed.address, retry=warpfit.RetryPolicy(total_seconds=PATIENT))
+    with Load(harmed.address, 3, PATIENT) as load, patient as client:
         load.wait_for_answers(3)
         data = client.upload(FEW, FEW[:, 0])
-        before = restarts()
+        before = crashes()
         for _ in range(2):  # the second time it is known
             with pytest.raises(warpfit.FailedPreconditionError) as caught:
                 client.evaluate(data, [f"x1 + {FATAL}", "x1 * 2"], loss="mse")
             assert caught.value.reason == "BATCH_QUARANTINED"
             assert client.evaluate(data, ["x1"], loss="mse")[0] == 0.0  # the data set is fine
             load.wait_for_answers(3)
-            assert restarts() - before == 2
+            assert crashes() - before == 2
     assert (load.wrong, load.failures) == (0, [])
     health.wait_for(harmed.facts["health"], "SERVING")
 
@@ -131,50 +134,16 @@ def test_a_process_that_can_open_no_more_files_says_so_and_recovers(harmed):
                         client.evaluate(data, ["x1"] * count)  # its answer needs a segment
                     assert caught.value.reason == "TOO_MANY_FILES"
                 assert client.info().engine == "cpu"
-            np.testing.assert_array_equal(
-                client.evaluate(data, ["x1"] * count)[:, 7], wide[:, 0].astype(np.float32)
-            )
+            found = client.evaluate(data, ["x1"] * count)[:, 7]
+            np.testing.assert_array_equal(found, wide[:, 0].astype(np.float32))
         assert harmed.engine().pid == engine
         health.wait_for(harmed.facts["health"], "SERVING")
 
 
 # ---------------------------------------------------------------------------------- several servers
-
-
-X = np.random.default_rng(2).normal(size=(20_000, 4))
-
-
-@pytest.fixture(scope="module")
-def fleet():
-    with Fleet(2) as made:
-        yield made
-
-
 @pytest.mark.thorough
-def test_every_server_gives_the_same_bits(fleet):
-    servers = fleet.address.split(",")
-    texts = [f"sin(x1*p1) + exp(x{1 + n % 4})*{n}" for n in range(60)]
-    starts = [[0.1 + n] for n in range(60)]
-    options = {"loss": "mse", "gradient": True}
-
-    async def of_all():
-        async with warpfit.connect_async(servers) as client:
-            data = await client.upload(X, X[:, 0], dtype="float64")
-            return await client.evaluate(data, texts, starts, **options)
-
-    with warpfit.connect(servers[0]) as one, warpfit.connect(servers) as every:
-        data = one.upload(X, X[:, 0], dtype="float64")
-        losses, gradients = one.evaluate(data, texts, starts, **options)
-        for found in (every.evaluate(data, texts, starts, **options), asyncio.run(of_all())):
-            np.testing.assert_array_equal(found[0], losses)
-            np.testing.assert_array_equal(np.concatenate(found[1]), np.concatenate(gradients))
-        with pytest.raises(warpfit.ProgramError, match="expression 59, token 0"):
-            every.evaluate(data, [*texts[:59], "x9 + x1"], [*starts[:59], []])
-
-
-@pytest.mark.thorough
-def test_sigstop_and_sigkill_of_one_and_a_rolling_restart(fleet):
-    with Load(fleet.address, clients=2) as load:
+def test_sigstop_and_sigkill_of_one_and_a_rolling_restart():
+    with Fleet(2) as fleet, Load(fleet.address, clients=2) as load:
         load.wait_for_answers(10)
         with fleet.frozen(1):
             load.wait_for_answers(10)
@@ -187,21 +156,8 @@ def test_sigstop_and_sigkill_of_one_and_a_rolling_restart(fleet):
 
 
 # ----------------------------------- a cache of compiled code that is damaged or cannot be written
-
-
 #: Functions that compile in a second.
 SMALL = ("lowering.tokens_are_valid", "parallel_loop.close")
-
-
-@pytest.fixture
-def disk(tmp_path, request):
-    """A disk of some MiB; skips where this user may not mount one."""
-    place, size = tmp_path / "disk", f"size={request.param}m,mode=0700"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", place], check=False).returncode:
-        pytest.skip("needs the right to mount")
-    yield place
-    subprocess.run(["umount", place], check=True)
 
 
 @pytest.fixture
@@ -215,15 +171,12 @@ def cache(tmp_path):
 
 
 def serve(cache, log):
-    """Serve from a cache; return what a server writes, and how long it takes."""
-    started = time.monotonic()
-    with (
-        ServerProcess("--cache-dir", str(cache), log=log) as server,
-        warpfit.connect(server.address) as client,
-    ):
+    """Serve from a cache; return what a server writes."""
+    server = ServerProcess("--cache-dir", str(cache), log=log)
+    with server, warpfit.connect(server.address) as client:
         data = client.upload(np.arange(6.0).reshape(3, 2))
         assert client.evaluate(data, ["x1 + x2"])[:, 0].tolist() == [1.0, 5.0, 9.0]
-    return log.read_text(), time.monotonic() - started
+    return log.read_text()
 
 
 def test_files_that_are_not_whole_are_made_again(cache, tmp_path):
@@ -237,28 +190,30 @@ def test_files_that_are_not_whole_are_made_again(cache, tmp_path):
     assert {path.suffix for path in damaged} == {".nbi", ".nbc", ".o"}
     for number, path in enumerate(damaged):
         os.truncate(path, path.stat().st_size // 2 if number % 2 else 0)
-    log, _ = serve(cache, tmp_path / "log")
+    log = serve(cache, tmp_path / "log")
     assert log.count("code is compiled again") >= 3
     assert "Traceback" not in log
     assert all(read(path) for path in damaged), "they are whole again"
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("disk", "said"), [(12, "No space left"), (64, "Read-only file system")], indirect=["disk"]
-)
-def test_a_disk_that_cannot_be_written(cache, disk, tmp_path, said):
-    shutil.copytree(cache, disk / "cache")
-    if said == "No space left":
+def test_a_disk_that_is_full(cache, tmp_path):
+    (disk := tmp_path / "disk").mkdir()
+    size = "size=12m,mode=0700"
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", disk], check=False).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        shutil.copytree(cache, disk / "cache")
         with (disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError):
             while True:
                 file.write(bytes(1 << 16))
-    else:
-        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    log, seconds = serve(disk / "cache", tmp_path / "log")
+        began = time.monotonic()
+        log = serve(disk / "cache", tmp_path / "log")
+        assert time.monotonic() - began < 30  # nothing was compiled again
+    finally:
+        subprocess.run(["umount", disk], check=True)
     assert log.count("compiled code is kept in a temporary directory") == 1
-    assert said in log
-    assert seconds < 30  # nothing was compiled again
+    assert "No space left" in log
 
 
 @pytest.mark.thorough

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 
 import grpc
@@ -54,20 +54,16 @@ def greedy(server):
 
 def works(client):
     """Make calls that go to either front end; an error fails the test."""
-    X = np.arange(6.0)[:, None]
-    data = client.upload(X, X[:, 0])
-    assert client.evaluate(data, ["x1 + x1"], loss="mse", timeout=20).shape == (1,)
+    data = client.upload(np.ones((6, 1)), np.ones(6))
+    assert client.evaluate(data, ["x1 + x1"], loss="mse", timeout=20) == [1.0]
     for _ in range(3):
         client.info()
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param("GetVariables", marks=pytest.mark.thorough), "Evaluate"]
-)
-def test_calls_without_a_message(server, modest, greedy, method):
+def test_calls_without_a_message(server, modest, greedy):
     """Two tenants take all open calls and all bytes in flight that they can."""
     connections = [greedy(("greedy", "second")[number % 2]) for number in range(8)]
-    streams = [(c, c.begin(SERVICE + method)) for c in connections for _ in range(40)]
+    streams = [(c, c.begin(SERVICE + "Evaluate")) for c in connections for _ in range(40)]
     time.sleep(0.3)
     works(modest)
     for connection, stream in streams:
@@ -102,10 +98,8 @@ def test_unfinished_messages_are_accounted(server, modest, greedy):
 
 def test_a_call_of_many_hours_keeps_no_other_tenant_out(server, modest, caller):
     token = server.tokens["greedy"]
-    with (
-        warpfit.connect(server.address, token=token, retry=NO_RETRY) as impatient,
-        warpfit.connect(server.address, token=token) as patient,
-    ):
+    impatient = warpfit.connect(server.address, token=token, retry=NO_RETRY)
+    with impatient, warpfit.connect(server.address, token=token) as patient:
         data = patient.upload(WIDE, WIDE[:, 0])
         message = long_request(data, 60)
         # However long they are, each has half of its tenant's queue.
@@ -138,12 +132,9 @@ def test_calls_that_are_taken_back_at_once(server, modest):
 
     def reset(_):
         while not stop.is_set():
-            with RawConnection(server.address) as connection:
+            with RawConnection(server.address) as connection, suppress(OSError):
                 while not stop.is_set() and connection.is_open:
-                    try:
-                        connection.begin_and_reset(SERVICE + "GetServerInfo", 200)
-                    except OSError:
-                        break
+                    connection.begin_and_reset(SERVICE + "GetServerInfo", 200)
 
     with in_threads(reset, range(3)):
         try:

@@ -23,7 +23,7 @@ from warpfit import codec
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.parse import parse
-from warpfit.request import Evaluation, FitRequest, FitSettings, Loss
+from warpfit.request import Evaluation, Loss
 
 X = np.random.default_rng(3).normal(size=(50, 2))
 DATA = Dataset.of(X, X[:, 0], dtype="float64")
@@ -42,16 +42,6 @@ def server():
             assert client.info().limits.message_bytes == MESSAGE
             client.upload(X, X[:, 0], dtype="float64")
         yield process
-
-
-@pytest.fixture
-def channel(caller):
-    return caller.channel
-
-
-@pytest.fixture
-def data(client):
-    return client.upload(X, X[:, 0], dtype="float64")
 
 
 def is_closed(client) -> bool:
@@ -84,27 +74,24 @@ def test_further_connections_are_closed_and_places_come_back(server):
     eventually(is_served)
 
 
-LOSS = {"loss": Loss.MSE, "values": False}
-
-
 class RawCall:
     """A call whose requests are sent one by one."""
 
-    def __init__(self, channel, name="Evaluate", parse=codec.answer_from_bytes, last="timings"):
-        self._requests, self._last = SimpleQueue(), last
-        method = channel.stream_stream(SERVICE + name, None, parse)
+    def __init__(self, caller):
+        self._requests = SimpleQueue()
+        method = caller.channel.stream_stream(SERVICE + "Evaluate", None, codec.answer_from_bytes)
         self.rpc = method(iter(self._requests.get, None), timeout=20)
 
     def send(self, message):
         """Send a request, and return the messages of its answer."""
         self._requests.put(message)
         messages = [next(self.rpc)]
-        while not messages[-1].HasField(self._last):
+        while not messages[-1].HasField("timings"):
             messages.append(next(self.rpc))
         return messages
 
     def loss(self, text):
-        asked = Evaluation(DATA.content_id, Batch.of([parse(text)]), **LOSS)
+        asked = Evaluation(DATA.content_id, Batch.of([parse(text)]), loss=Loss.MSE, values=False)
         (message,) = self.send(codec.evaluation_to_bytes(asked, pieces=True))
         return np.frombuffer(message.losses)[0]
 
@@ -115,8 +102,8 @@ class RawCall:
         return self.rpc.code()
 
 
-def test_each_request_gets_the_answer_of_a_call_of_its_own(channel):
-    call = RawCall(channel)
+def test_each_request_gets_the_answer_of_a_call_of_its_own(caller):
+    call = RawCall(caller)
     for shift in range(5):
         assert call.loss(f"x1 + {shift}") == pytest.approx(shift**2)
     many = Batch.of([parse("x1")] * 6000)
@@ -128,49 +115,29 @@ def test_each_request_gets_the_answer_of_a_call_of_its_own(channel):
     assert call.end() is grpc.StatusCode.OK
 
 
-def test_fits_follow_one_another_in_a_call(channel):
-    call = RawCall(channel, "Optimize", codec.fit_answer_from_bytes, "result")
-    for shift in (1.0, 2.0):
-        batch = Batch.of([parse(f"p1 * x1 + p2 - {shift}")], [[0.5, 0.0]])
-        problem = Evaluation(DATA.content_id, batch, **LOSS)
-        fit = FitRequest(problem, FitSettings(progress=True))
-        *_, last = call.send(codec.fit_to_message(fit).SerializeToString())
-        found = np.frombuffer(last.result.parameters)
-        np.testing.assert_allclose(found, [1, shift], rtol=1e-6)
-    assert call.end() is grpc.StatusCode.OK
-
-
-def test_a_client_goes_on_after_a_pause_of_any_length(server):
+def test_short_and_long_requests_take_turns_and_pauses_of_any_length(server):
     with warpfit.connect(server.address, retry=warpfit.RetryPolicy(total_seconds=0)) as client:
         data = client.upload(X, X[:, 0], dtype="float64")
         for pause in (0.0, 0.39, 0.45):
             time.sleep(pause)
             assert client.evaluate(data, ["x1 + 1"], loss="mse")[0] == pytest.approx(1)
+            losses = client.evaluate(data, ["x1 + 2"] * 20_000, loss="mse")  # 600 KB
+            np.testing.assert_allclose(losses, 4)
 
 
-def test_short_and_long_requests_take_turns(client, data):
-    for _ in range(3):
-        assert client.evaluate(data, ["x1 + 2"], loss="mse")[0] == pytest.approx(4)
-        losses = client.evaluate(data, ["x1 + 1"] * 20_000, loss="mse")  # 600 KB
-        np.testing.assert_allclose(losses, 1)
-
-
-def test_a_client_closes_at_once_and_a_program_ends_without_closing_it(server, client, data):
+def test_a_client_closes_at_once_and_a_program_ends_without_closing_it(server, client):
+    data = client.upload(X, X[:, 0], dtype="float64")
     client.evaluate(data, ["x1"], loss="mse")
     client.close()
-    program = (
-        "import numpy, sys, warpfit\n"
-        "client = warpfit.connect(sys.argv[1])\n"
-        "data = client.upload(numpy.ones((9, 1)), numpy.ones(9))\n"
-        "print(client.evaluate(data, ['x1 + 1'], loss='mse')[0])\n"
-    )
+    program = "import sys, warpfit; client = warpfit.connect(sys.argv[1]); "
+    program += "print(client.evaluate(client.upload([[1.0]], [1.0]), ['x1 + 1'], loss='mse')[0])"
     done = python("-c", program, server.address, timeout=60)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "1.0", "")
 
 
-def test_a_server_that_stops_ends_calls_that_wait(server, channel):
+def test_a_server_that_stops_ends_calls_that_wait(server, caller):
     """The last test of this server."""
-    call = RawCall(channel)
+    call = RawCall(caller)
     call.loss("x1")
     server.process.terminate()
     with suppress(grpc.RpcError):
@@ -181,11 +148,7 @@ def test_a_server_that_stops_ends_calls_that_wait(server, channel):
 
 
 # ----------------------------------------------------------------------- the oldest release of gRPC
-
-
 ROOT = Path(__file__).resolve().parents[2]
-#: Packages of one release.
-PACKAGES = ("grpcio", "grpcio-health-checking", "grpcio-status")
 #: Calls through the client and by hand, with uploads and with answers of one and of many messages.
 CORE = "gets_the_answer or take_turns or closes_at_once"
 
@@ -201,7 +164,8 @@ def test_the_oldest_release_serves_and_calls(tmp_path):
     (bound,) = (need for need in project["dependencies"] if need.startswith("grpcio"))
     oldest = re.search(r">=([\d.]+)", bound)[1]
     install = ["pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", str(tmp_path)]
-    got = python("-m", *install, *(f"{name}=={oldest}.0" for name in PACKAGES))
+    packages = ("grpcio", "grpcio-health-checking", "grpcio-status")
+    got = python("-m", *install, *(f"{name}=={oldest}.0" for name in packages))
     if got.returncode:
         pytest.skip(f"there is no such release here: {got.stderr.strip()[-200:]}")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}

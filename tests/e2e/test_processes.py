@@ -28,6 +28,7 @@ from warpfit.cli.top import scrape
 PORTS = ("--health-port", "0", "--metrics-port", "0")
 FRONT_ENDS = 3
 CLIENTS = 8
+PATIENT = warpfit.RetryPolicy(total_seconds=120)
 X = np.random.default_rng(8).normal(size=(1000, 2))
 
 
@@ -47,12 +48,15 @@ def server(folder):
 
 @pytest.fixture
 def clients(server):
-    """So many clients that each process has some; the kernel deals them out by chance."""
+    """So many clients that each process has some; the kernel deals them out by chance.
+
+    They wait for the next engine as long as it takes to start, also on a busy machine.
+    """
     with ExitStack() as stack:
         connected: list[warpfit.Client] = []
         while len(connected) < CLIENTS or not all(map(server.connections, server.front_ends())):
             assert len(connected) < 20 * CLIENTS
-            client = warpfit.connect(server.address, transport=OwnConnection())
+            client = warpfit.connect(server.address, retry=PATIENT, transport=OwnConnection())
             connected.append(stack.enter_context(client))
             client.info()
         yield connected
@@ -75,12 +79,9 @@ def test_threads_that_compute_make_way_for_what_answers_calls(server, clients):
 @pytest.mark.thorough
 def test_a_second_signal_cuts_calls_off(tmp_path):
     log = tmp_path / "log"
-    impatient = warpfit.RetryPolicy(total_seconds=0)
-    with (
-        ThreadPoolExecutor(1) as pool,
-        ServerProcess("--grace", "600", "--threads", "1", log=log) as server,
-        warpfit.connect(server.address, retry=impatient) as client,
-    ):
+    server = ServerProcess("--grace", "600", "--threads", "1", log=log)
+    client = warpfit.connect(server.address, retry=warpfit.RetryPolicy(total_seconds=0))
+    with ThreadPoolExecutor(1) as pool, server, client:
         data = client.upload(np.ones((1_000_000, 2)))
         batch = ["sin(x1)*exp(x2)"] * 5000
         waiting = pool.submit(client.evaluate, data, batch, reductions=["mean"])
@@ -97,30 +98,26 @@ def test_a_second_signal_cuts_calls_off(tmp_path):
 def test_a_start_that_fails_says_why_in_the_logs_own_form(server):
     command = [sys.executable, "-m", "warpfit_server", "--devices", "cpu", "--log-format", "json"]
     taken = server.address.rpartition(":")[2]
-    for flags, limit, reason in (
-        (["--port", taken], "", "PORT_IN_USE"),
-        (["--port", "0"], "ulimit -f 8; ", "SYSTEM_LIMIT"),
-    ):
-        started = ["bash", "-c", f'{limit}exec "$@"', "bash", *command, *flags]
+    for port, limit, reason in ((taken, "", "PORT_IN_USE"), ("0", "ulimit -f 8; ", "SYSTEM_LIMIT")):
+        started = ["bash", "-c", f'{limit}exec "$@"', "bash", *command, "--port", port]
         done = subprocess.run(started, capture_output=True, text=True, timeout=200)
         assert done.returncode == 2, done.stderr
         told = json.loads(done.stderr.splitlines()[-1])
-        assert told["level"] == "error"
-        assert told["reason"] == reason
+        assert (told["level"], told["reason"]) == ("error", reason)
 
 
 # ------------------------------------------------------------------------------------ observation
-
-
 def test_every_process_knows_that_the_engine_is_gone_and_the_next_one_serves_it(server, clients):
     data = clients[0].upload(X, dtype="float64")
     before = scrape(server.facts["metrics"])
-    server.kill_engine()
-    for address in (server.facts["health"], server.address):
-        health.wait_for(address, "NOT_SERVING", timeout=2)
-    assert health.check(server.facts["health"], "liveness") == "SERVING"
-    for number, client in enumerate(clients):
-        assert_right(client, data, float(number))
+    with health.watched(server.facts["health"]) as plain, health.watched(server.address) as own:
+        assert [next(plain), next(own)] == ["SERVING"] * 2
+        server.kill_engine()
+        assert [next(plain), next(own)] == ["NOT_SERVING"] * 2
+        assert health.check(server.facts["health"], "liveness") == "SERVING"
+        for number, client in enumerate(clients):
+            assert_right(client, data, float(number))
+        assert [next(plain), next(own)] == ["SERVING"] * 2
     for _ in range(CLIENTS):
         health.wait_for(server.address, "SERVING")
     name, after = "warpfit_engine_restarts_total", scrape(server.facts["metrics"])
@@ -144,18 +141,17 @@ def test_calls_of_every_process_are_counted_once(server, clients):
     after = settled()
 
     def grown(name, **labels):
-        return after.total(name, **labels) - before.total(name, **labels)
+        more = after.total(f"warpfit_{name}", **labels) - before.total(f"warpfit_{name}", **labels)
+        return more / len(clients)
 
-    evaluate, calls = {"method": "Evaluate", "tenant": "default"}, len(clients)
-    assert grown("warpfit_requests_total", **evaluate, status="OK") == calls
-    assert grown("warpfit_requests_total", **evaluate, status="INVALID_ARGUMENT") == calls
-    assert grown("warpfit_programs_total", tenant="default") == 2 * calls
-    assert grown("warpfit_tokens_total", tenant="default") == 4 * calls
-    assert grown("warpfit_token_rows_total", tenant="default") == 4 * 50 * calls
-    assert grown("warpfit_evaluations_total") == calls
+    evaluate, own = {"method": "Evaluate", "tenant": "default"}, {"tenant": "default"}
+    for status in ("OK", "INVALID_ARGUMENT"):
+        assert grown("requests_total", **evaluate, status=status) == 1
+    counts = [grown(f"{name}_total", **own) for name in ("programs", "tokens", "token_rows")]
+    assert [grown("evaluations_total"), *counts] == [1, 2, 4, 4 * 50]
     for stage in ("decode", "queue", "copy", "kernel", "encode"):
-        assert grown("warpfit_stage_seconds_count", stage=stage) == calls
-    assert grown("warpfit_request_seconds_count", method="Evaluate") == 2 * calls
+        assert grown("stage_seconds_count", stage=stage) == 1
+    assert grown("request_seconds_count", method="Evaluate") == 2
     assert after.total("warpfit_requests_in_flight") == 0
     named = {pairs["process"] for pairs, _ in after.matching("warpfit_process_open_files")}
     front_ends = {f"front end {number}" for number in range(1, FRONT_ENDS + 1)}
@@ -172,30 +168,22 @@ def test_request_ids_go_in_come_out_and_stand_in_the_log(clients, caller, folder
     (line,) = [line for line in lines if line.get("request_id") == "run-7/call.3"]
     assert (line["method"], line["status"], line["tenant"]) == ("Evaluate", "OK", "default")
     assert line["seconds"] > 0
-    for client in clients:
-        with pytest.raises(warpfit.ProgramError) as caught:
-            client.evaluate(data, ["x1 + x9"])
-        assert f'"request_id": "{caught.value.request_id}"' in log.read_text()
-        assert caught.value.__notes__ == [f"request {caught.value.request_id}"]
+    with pytest.raises(warpfit.ProgramError) as caught:
+        clients[0].evaluate(data, ["x1 + x9"])
+    assert f'"request_id": "{caught.value.request_id}"' in log.read_text()
+    assert caught.value.__notes__ == [f"request {caught.value.request_id}"]
 
 
-@pytest.mark.parametrize(
-    ("service", "status", "code"),
-    [("readiness", "SERVING", 0), ("warpfit.v1.Evaluator", "SERVING", 0), ("else", "NOT_FOUND", 1)],
-)
-def test_the_health_command(server, capsys, service, status, code):
+def test_the_health_command(server, capsys):
     for address in (server.address, server.facts["health"]):
-        try:
-            got = main(["health", address, "--service", service])
-        except SystemExit as end:
-            got = end.code
-        assert got == code
-        assert capsys.readouterr().out == f"{service}: {status}\n"
+        assert main(["health", address, "--service", "warpfit.v1.Evaluator"]) == 0
+        with pytest.raises(SystemExit, match="1"):
+            main(["health", address, "--service", "else"])
+        said = capsys.readouterr().out
+        assert said == "warpfit.v1.Evaluator: SERVING\nelse: NOT_FOUND\n"
 
 
 # --------------------------------------------------------------------- releases, and sudden ends
-
-
 def test_every_process_sees_a_release_and_its_memory_comes_back(server, clients):
     wide = np.ones((200_000, 5))
     before = server.shared_memory()
@@ -228,12 +216,6 @@ def test_the_least_recently_used_data_set_goes_and_comes_back_unseen(client, cal
         client.upload(np.ones((500_000, 6)), dtype="float64")
 
 
-def test_the_main_process_answers_no_calls(server):
-    listening = psutil.Process(server.process.pid).net_connections("tcp")
-    ports = {c.laddr.port for c in listening if c.status == psutil.CONN_LISTEN}
-    assert ports == {int(server.facts["metrics"].rpartition(":")[2])}
-
-
 def test_a_front_end_that_dies_is_replaced(server, clients):
     data = clients[0].upload(X, dtype="float64")
     old = {process.pid for process in server.front_ends()}
@@ -246,9 +228,7 @@ def test_a_front_end_that_dies_is_replaced(server, clients):
 def test_sigterm_lets_calls_finish_whichever_thread_gets_it(server, folder):
     """The last test of this server."""
     wide = np.random.default_rng(4).normal(size=(40_000, 4))
-    long = "x1"
-    for _ in range(20):
-        long = f"sin({long} + x2)"
+    long = "sin(" * 20 + "x1" + " + x2)" * 20
     with warpfit.connect(f"file://{folder}/servers") as client, ThreadPoolExecutor(1) as pool:
         data = client.upload(wide)
         family, pid = server.family().values(), server.process.pid
@@ -261,4 +241,4 @@ def test_sigterm_lets_calls_finish_whichever_thread_gets_it(server, folder):
         assert answer.result(30).shape == (40_000, 60)
         _, alive = psutil.wait_procs(family, 5)
         assert not alive
-    assert not (folder / "servers").exists(), "the file with its address is gone, too"
+    assert not list(folder.glob("servers*")), "the file with its address is gone, too"

@@ -20,15 +20,7 @@ import yaml
 import warpfit
 from support.load.faults import free_port
 from support.repository import deployments
-from support.repository.readmes import (
-    READMES,
-    ROOT,
-    Snippet,
-    commands,
-    installs,
-    programs,
-    snippets,
-)
+from support.repository.readmes import READMES, ROOT, Snippet, commands, programs, snippets
 from support.repository.required_packages import absent_modules
 from support.servers.server import ServerProcess
 from warpfit.cli.main import main
@@ -41,45 +33,27 @@ _OF_OTHERS = [f"deploy/site/pages/coming_from_{name}.md" for name in ("gplearn",
 PROGRAMS = [program for path in READMES if path != "README.md" for program in programs(path)]
 SHELL = [s for path in READMES for s in snippets(path) if s.language == "sh"]
 LINES = [line for snippet in SHELL for line in commands(snippet)]
-INSTALLING = [snippet for snippet in SHELL if installs(snippet)]
-#: Once each, though several READMEs may name the same commands.
+_SLOW = r"protoc |warpfit serve(?! --help)"
+INSTALLING = [snippet for snippet in SHELL if "pip install" in snippet.code]
+#: Once each, though several READMEs may name them. Compiling a worker in C++ takes long, and
+#: other tests start servers, too.
 RUNNING = [
-    # Compiling a worker in C++ takes most of a minute, and other tests start servers, too.
-    pytest.param(snippet, marks=pytest.mark.thorough)
-    if re.search(r"protoc |warpfit serve(?! --help)", snippet.code)
-    else snippet
-    for snippet in {s.code: s for s in SHELL if not installs(s)}.values()
+    pytest.param(s, marks=[pytest.mark.thorough] * bool(re.search(_SLOW, s.code)))
+    for s in {s.code: s for s in SHELL if s not in INSTALLING}.values()
 ]
-#: What is not run as it stands, by the beginning of the command, and why. All other command lines
-#: of the READMEs are run, in blocks and in sentences.
-NOT_RUN = {
-    "python client/examples/diabetes_gp.py": "`test_the_first_command` runs it with small sizes",
-    "python -m pytest": "these are the tests",
-    "python tests/bench/run.py": "it measures for hours",
-    "python tests/bench/figures.py": "tests/unit/repository/test_readmes.py runs it with --check",
-    "python proto/generate.py": "tests/unit/repository/test_packaging.py compares what it writes",
-    "python -m warpfit_server.write_instructions": "a thorough test writes them; it takes minutes",
-    "pip ": "it installs; tests/unit/repository/test_packaging.py checks the extras",
-    "docker ": "tests/images runs it, and tests/e2e/test_deployments.py the same as processes",
-    "umask ": "tests/e2e/test_deployments.py",
-    "sudo ": "tests/e2e/test_deployments.py",
-    "COMPOSE_PROFILES=": "tests/e2e/test_deployments.py starts its services",
-    "helm ": "tests/e2e/test_deployments.py starts its pods",
-    "warpfit info HOST:50551 --ca": "tests/e2e/test_deployments.py",
-    "chmod ": "it names no file",
-    "warpfit ray": "tests/e2e/test_ray.py",
-    "warpfit precompile": "tests/unit/server runs it; it takes minutes",
-    "warpfit mcp": "tests/e2e/test_mcp.py runs it, where the SDK is installed",
-    "warpfit top": "tests/unit/client/cli runs it against a page of metrics",
-    "warpfit health": "tests/e2e/test_faults.py",
-}
+#: Beginnings of commands that are not run as they stand: they install, measure for hours, or have
+#: tests of their own. All other command lines of the READMEs are run, in blocks and in sentences.
+NOT_RUN = (
+    *("python client/examples/diabetes_gp.py", "python -m pytest", "python tests/bench/"),
+    *("python proto/generate.py", "python -m warpfit_server.write_instructions", "pip ", "docker "),
+    *("umask ", "sudo ", "COMPOSE_PROFILES=", "helm ", "chmod ", "warpfit info HOST:50551 --ca"),
+    *(f"warpfit {name}" for name in ("ray", "precompile", "mcp", "top", "health")),
+)
 BUILD_TOOLS = ("protoc", "grpc_cpp_plugin", "g++", "pkg-config")
 MAIN = "import sys; from warpfit.cli.main import main; sys.exit(main())"
 
 
 # ---------------------------------------------------------------------------------- Python blocks
-
-
 def execute(program: list[Snippet], server: ServerProcess, **sizes: int) -> dict[str, Any]:
     """Run the blocks of one program; one that goes on finds an open client and its data.
 
@@ -107,9 +81,7 @@ def execute(program: list[Snippet], server: ServerProcess, **sizes: int) -> dict
     ],
     ids=lambda program: str(program[0]),
 )
-def test_python(
-    program: list[Snippet], server: ServerProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_python(program, server, monkeypatch, tmp_path):
     for library in ("deap", "sympy", "gplearn", "pyoperon", "sklearn"):
         if any(re.search(rf"^(import|from) (warpfit\.)?{library}", s.code, re.M) for s in program):
             pytest.importorskip(library)
@@ -137,14 +109,11 @@ def test_the_front_page_finds_a_law_and_evaluates_a_population(server: ServerPro
 
 
 # ----------------------------------------------------------------------------------- shell blocks
-
-
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what snippets touch, with a table of data."""
-    tmp_path = tmp_path_factory.mktemp("checkout")
+    tmp_path, ignored = tmp_path_factory.mktemp("checkout"), shutil.ignore_patterns("__pycache__")
     for folder in ("client", "proto"):
-        ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
     rows = ["x1,x2,y", *(f"{a},{a * a},{2.0 * a + a * a}" for a in (0.5, 1.0, 1.5, 2.0))]
     (tmp_path / "data.csv").write_text("\n".join(rows) + "\n")
@@ -152,9 +121,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("snippet", RUNNING, ids=str)
-def test_shell(
-    snippet: Snippet, server: ServerProcess, checkout: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_shell(snippet, server, checkout, monkeypatch):
     """Commands that would start a server for themselves use the one that runs."""
     monkeypatch.setenv("WARPFIT_ADDRESS", server.address)
     if "protoc " in snippet.code:
@@ -168,7 +135,7 @@ def test_shell(
 def check_command(line: str, checkout: Path) -> None:
     """Run a command, or check what it names where it is not run."""
     words = shlex.split(line.replace(".venv/bin/", "").rstrip("&"), comments=True)
-    if any(shlex.join(words).startswith(f"{known.strip()}") for known in NOT_RUN):
+    if any(shlex.join(words).startswith(known.strip()) for known in NOT_RUN):
         check_words(words, checkout)
     elif words[:2] == ["warpfit", "serve"] and "--help" not in words:
         command = executed([*words, "--port", "0"], checkout)
@@ -209,19 +176,15 @@ def check_flags(line: str, *words: str) -> None:
     assert all(flag.partition("=")[0] in help_of(*words) for flag in flags), line
 
 
-#: Commands in sentences, but for those with which a command of a block begins.
-SENTENCES = sorted(
-    {
-        line
-        for path in READMES
-        for found in re.findall(
-            r"`((?:\.venv/bin/)?(?:warpfit|python|pip|docker|helm|chmod|sudo)\s[^`]+)`",
-            re.sub(r"^```.*?^```$", "", (ROOT / path).read_text(), flags=re.S | re.M),
-        )
-        for line in [" ".join(found.split())]
-        if not any(other.startswith(line) for other in LINES)
-    }
-)
+def sentences(path: str) -> set[str]:
+    """Commands in sentences, but for those with which a command of a block begins."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / path).read_text(), flags=re.S | re.M)
+    command = r"`((?:\.venv/bin/)?(?:warpfit|python|pip|docker|helm|chmod|sudo)\s[^`]+)`"
+    found = {" ".join(line.split()) for line in re.findall(command, text)}
+    return {line for line in found if not any(other.startswith(line) for other in LINES)}
+
+
+SENTENCES = sorted(set().union(*map(sentences, READMES)))
 
 
 @pytest.mark.parametrize("line", SENTENCES)
@@ -236,12 +199,6 @@ def test_commands_in_sentences(line: str, server, checkout, monkeypatch):
         check_flags(line, *words[:2])
     else:
         check_command(line, checkout)
-
-
-def test_every_exception_from_running_is_needed():
-    lines = [line.replace(".venv/bin/", "") for line in (*LINES, *SENTENCES)]
-    unused = [known for known in NOT_RUN if not any(x.startswith(known.strip()) for x in lines)]
-    assert not unused
 
 
 def executed(words: list[str], folder: Path) -> dict[str, Any]:
@@ -287,8 +244,6 @@ def check_build(snippet: Snippet, server: ServerProcess, checkout: Path) -> None
 
 
 # ------------------------------------------- blocks that install: with the extra's packages alone
-
-
 def shell(code: str, snippet: Snippet, folder: Path) -> str:
     """Paste code into a shell where the extra of a snippet is installed; return what it prints.
 
@@ -307,14 +262,9 @@ def shell(code: str, snippet: Snippet, folder: Path) -> str:
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "TEST_WARPFIT_ABSENT": " ".join(absent_modules(f"warpfit[{extra}]")),
     }
-    done = subprocess.run(
-        ["bash", "-e", "-c", f"trap 'kill $(jobs -p) 2>&- || true; wait' EXIT\n{code}"],
-        cwd=folder,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    words = ["bash", "-e", "-c", f"trap 'kill $(jobs -p) 2>&- || true; wait' EXIT\n{code}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(words, cwd=folder, env={**os.environ, **environment}, **pipes)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

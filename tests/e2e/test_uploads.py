@@ -64,9 +64,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "dtype"),
     [("rows.npy", "float32"), pytest.param("table.parquet", "float64", marks=pytest.mark.thorough)],
 )
-def test_an_upload_takes_memory_for_one_block_here_and_for_its_data_there(
-    name: str, dtype: str, files: Path, server: ServerProcess
-):
+def test_an_upload_takes_memory_for_one_block_and_for_its_data(name, dtype, files, server):
+    """A block here, the data there."""
     folder = Path(f"/proc/{server.process.pid}")
     (folder / "clear_refs").write_text("5")
     before = peak(folder)
@@ -154,11 +153,10 @@ def test_a_lease_runs_out_without_use_and_use_renews_it(reader: ServerProcess, r
 @pytest.mark.parametrize(
     ("numbers", "dtype"),
     [
-        (np.arange(100.0), "float32"),
         (1.7e9 + np.arange(100.0), "float64"),
         (1e300 * np.linspace(1, 2, 100), "float64"),
     ],
-    ids=["plain", "digits", "overflow"],
+    ids=["digits", "overflow"],
 )
 @pytest.mark.filterwarnings("error")
 def test_a_file_has_the_type_that_an_upload_of_it_has(reading, root, numbers, dtype):
@@ -176,23 +174,19 @@ def test_a_file_has_the_type_that_an_upload_of_it_has(reading, root, numbers, dt
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("nowhere.parquet", {}, "NO_SUCH_FILE"),
         ("../secret.parquet", {}, "NO_SUCH_FILE"),
         ("link.parquet", {}, "NO_SUCH_FILE"),
         ("cut.parquet", {}, "NO_SUCH_FILE"),
-        ("", {}, "NO_SUCH_FILE"),
-        ("a\0.parquet", {}, "NO_SUCH_FILE"),
         ("bad.parquet", {"x": "a"}, "MISSING_VALUE"),
         ("bad.parquet", {"x": ["s"]}, "NOT_NUMBERS"),
         ("long.parquet", {}, "TOO_MANY_ROWS"),
     ],
 )
 def test_files_that_cannot_be_opened(reading: warpfit.Client, root: Path, name, options, reason):
-    for path in {name, str(root.parent / "secret.parquet") if name == "" else name}:
-        with pytest.raises(warpfit.WarpfitError) as caught:
-            reading.open(path, **options)
-        assert caught.value.reason == reason
-        assert path == name or str(root) not in str(caught.value)
+    with pytest.raises(warpfit.WarpfitError) as caught:
+        reading.open(name, **options)
+    assert caught.value.reason == reason
+    assert str(root) not in str(caught.value)
 
 
 def test_without_a_folder_a_server_opens_nothing(client: warpfit.Client):
@@ -202,15 +196,12 @@ def test_without_a_folder_a_server_opens_nothing(client: warpfit.Client):
 
 
 # ------------------------------------------------ workers that upload the same content share it
-
-
 WORKERS = 16
 RETRY = warpfit.RetryPolicy(total_seconds=200)
-RNG = np.random.default_rng(0)
-CONTENTS = [RNG.normal(size=(400, 3)) for _ in range(16)]
+CONTENTS = np.random.default_rng(0).normal(size=(2, 400, 3))
 
 
-def blocks(seed: int, address: str, count: int, contents: int, *, rude: bool = False) -> Counter:
+def blocks(seed: int, address: str, count: int, contents: int, rude: bool) -> Counter:
     """Upload, evaluate and release at random; count how the blocks end."""
     draw, seen = random.Random(seed), Counter()
     with warpfit.connect(address, retry=RETRY) as client:
@@ -220,10 +211,8 @@ def blocks(seed: int, address: str, count: int, contents: int, *, rude: bool = F
             try:
                 with client.upload(X, X[:, 0], dtype="float64") as data:
                     for _ in range(draw.randrange(4)):
-                        offset = draw.random()
-                        loss = client.evaluate(
-                            data, ["x1 + p1"], [[offset]], loss="mse", timeout=200
-                        )
+                        offset, asked = draw.random(), {"loss": "mse", "timeout": 200}
+                        loss = client.evaluate(data, ["x1 + p1"], [[offset]], **asked)
                         assert loss[0] == pytest.approx(offset**2), number
                         if draw.random() < 0.1:
                             client.release(data, everywhere=rude)
@@ -233,34 +222,18 @@ def blocks(seed: int, address: str, count: int, contents: int, *, rude: bool = F
     return seen
 
 
-def run_blocks(address: str, count: int, contents: int, *, rude: bool = False) -> Counter:
+@pytest.mark.parametrize("rude", [False, True])
+def test_blocks_of_workers_with_the_same_content_do_not_end_each_others(server, rude):
+    """A data set that one of them removes for all is uploaded again by all."""
+    count, contents = (6, 2) if rude else (10, 1)
     with ThreadPoolExecutor(WORKERS) as pool:
-        given = address, count, contents
-        parts = [pool.submit(blocks, seed, *given, rude=rude) for seed in range(WORKERS)]
-        return sum((part.result() for part in parts), Counter())
-
-
-def test_blocks_of_workers_with_the_same_content_do_not_end_each_others(server):
-    assert run_blocks(server.address, 10, contents=1) == {"ok": 10 * WORKERS}
-
-
-def test_a_data_set_that_is_removed_for_all_is_uploaded_again_by_all(server):
-    assert run_blocks(server.address, 6, contents=2, rude=True) == {"ok": 6 * WORKERS}
-
-
-@pytest.mark.thorough
-def test_an_engine_that_is_killed_costs_no_block(server):
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run_blocks, server.address, 15, 2, rude=True)
-        time.sleep(0.5)
-        server.kill_engine()
-        assert running.result() == {"ok": 15 * WORKERS}
+        given = server.address, count, contents, rude
+        parts = [pool.submit(blocks, seed, *given) for seed in range(WORKERS)]
+        assert sum((part.result() for part in parts), Counter()) == {"ok": count * WORKERS}
 
 
 def test_threads_that_share_a_handle_may_end_its_block_in_any_order(client):
-    X = CONTENTS[0]
-    data = client.upload(X, X[:, 0], dtype="float64")
-    losses = []
+    data, losses = client.upload(CONTENTS[0], CONTENTS[0, :, 0], dtype="float64"), []
 
     def work(seed: int) -> None:
         draw = random.Random(seed)
@@ -272,14 +245,3 @@ def test_threads_that_share_a_handle_may_end_its_block_in_any_order(client):
     with in_threads(work, range(8)):
         pass
     np.testing.assert_allclose(losses, [4.0] * 160)
-
-
-def test_a_handle_without_numbers_outlives_the_block_of_another_one(client):
-    X = np.arange(30.0).reshape(10, 3) + 0.25
-    with client.upload(X, dtype="float64") as data:
-        copy = pickle.loads(pickle.dumps(data))
-        assert not copy.has_numbers
-    np.testing.assert_array_equal(client.evaluate(copy, ["x3"])[:, 0], X[:, 2])
-    client.release(data, everywhere=True)
-    with pytest.raises(warpfit.DatasetNotFoundError):
-        client.evaluate(copy, ["x3"])

@@ -1,7 +1,5 @@
 """Callers at the level of gRPC, one at a time, in loops, and in processes of their own."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -23,12 +21,11 @@ TURN_SECONDS = 0.0005
 
 
 class Outcome(NamedTuple):
-    """How a call ended."""
+    """How a call ended, and when by ``time.perf_counter()``, which all processes share."""
 
     status: str
     seconds: float
     moment: float
-    """``time.perf_counter()`` when it ended, which all processes of a machine share."""
 
 
 Outcomes = list[Outcome]
@@ -115,10 +112,7 @@ def open_loop(callers: list[Caller], rate: float, seconds: float) -> Outcomes:
 
 
 class Crew(Processes):
-    """Processes that call together, on the cores that its maker may use.
-
-    They share so many ``callers``.
-    """
+    """Processes that share so many ``callers``, on the cores that its maker may use."""
 
     def __init__(self, target: Target, processes: int, callers: int) -> None:
         shares = [len(range(number, callers, processes)) for number in range(processes)]

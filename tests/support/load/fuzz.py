@@ -3,7 +3,7 @@
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -39,48 +39,39 @@ vectors = 50
 program_tokens = 2000
 dataset_bytes = "1MiB"
 """
-FLAGS = (
-    *("--max-result-bytes", "4MiB", "--max-resident-bytes", "256KiB"),
-    *("--max-pending-bytes", "32MiB", "--max-requests", "24"),
-)
+FLAGS = ("--max-result-bytes", "4MiB", "--max-resident-bytes", "256KiB", "--max-requests", "24")
+FLAGS += ("--max-pending-bytes", "32MiB")
 _ODD = [0.0, -0.0, 1.0, -1.0, 0.5, 3.0, 1e300, -1e300, 5e-324, np.nan, np.inf, -np.inf, 2.0**53]
 _BY_ARITY = {n: [op.code for op in OPERATORS.values() if op.arity == n] for n in (1, 2, 3)}
-_WISHES = (
-    *("values", "gradient", "jacobian", "variable_gradient", "reductions"),
-    *("linear_scaling", "correlation"),
-)
+_WISHES = ("values", "gradient", "jacobian", "variable_gradient", "reductions", "linear_scaling")
+_WISHES += ("correlation",)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call: messages for a stream, else a single one."""
+    """One call: messages for a stream, else a single one; its size is the number of requests."""
 
     method: str
     messages: list[bytes]
     timeout: float
-
-    @property
-    def size(self) -> int:
-        """Number of requests."""
-        return 1
+    size = 1
 
 
 @dataclass(frozen=True)
 class OpenCall(Request):
-    """Several requests of one call of Evaluate, or of some equal calls at the same time."""
+    """Several requests of one call of Evaluate, or of some equal calls at the same time.
+
+    Those that are meant to be right are about ``dataset``. The moves are to send a message, to read
+    an answer or to pause for some seconds, the last is one of `LAST_MOVES`.
+    """
 
     NAME: ClassVar = "Evaluate, open"
-    """Method of all of them."""
     dataset: Dataset
-    """That the requests are about that are meant to be right."""
     moves: list[str | float]
-    """Send a message, read an answer, pause for some seconds; the last is one of `LAST_MOVES`."""
     width: int
-    """Number of calls."""
 
     @property
     def size(self) -> int:
-        """Number of requests."""
         return self.width * len(self.messages)
 
 
@@ -91,18 +82,10 @@ class Fuzzer:
         self._random = random.Random(seed)
 
     def requests(self) -> Iterator[Request]:
-        makers: list[tuple[int, Callable[[], Request]]] = [
-            (40, self._structured),
-            (25, self._mutated),
-            (10, self._garbage),
-            (20, self._upload),
-            (5, self._small),
-            (10, self._open),
-            (5, self._search),
-        ]
-        weights, functions = zip(*makers, strict=True)
+        makers: list[Callable[[], Request]] = [self._structured, self._mutated, self._garbage]
+        makers += [self._upload, self._small, self._open, self._search]
         while True:
-            yield self._random.choices(functions, weights)[0]()
+            yield self._random.choices(makers, [40, 25, 10, 20, 5, 10, 5])[0]()
 
     # ------------------------------------------------------------------------- kinds of request
 
@@ -129,17 +112,13 @@ class Fuzzer:
         """Make a search that ends soon, if it is right."""
         names = [*OPERATORS, *map(str, (0, 1, 16, 17, 255)), "plus", "", "é"]
         odd = [0, 1, 2, 3, 25, 1_000, 1_001, 2**32 - 1]
-        message = pb.SearchRequest(
-            content_id=self._content_id(),
-            max_generations=self._pick([0, 1, 1, 1, 2, 3]),
-            max_seconds=0.5,
-            population=self._pick([0, 1, 64, 256, 256, 256, 2**40]),
-            islands=self._pick([0, 1, 2, 3, 2**20]),
-            screening_rows=self._pick([0, 1, 7, 2**63]),
-            loss=self._pick([0, 1, 2, 3, 4, 5, 6, 7]),
-            form=self._pick([0, 0, 1, 9]),
-            seed=self._random.randrange(2**64),
-        )
+        choices = {
+            **{"max_generations": [0, 1, 1, 1, 2, 3], "islands": [0, 1, 2, 3, 2**20]},
+            **{"population": [0, 1, 64, 256, 256, 256, 2**40], "screening_rows": [0, 1, 7, 2**63]},
+            **{"loss": range(8), "form": [0, 0, 1, 9], "seed": range(2**62), "max_seconds": [0.5]},
+        }
+        drawn = {name: self._pick(values) for name, values in choices.items()}
+        message = pb.SearchRequest(content_id=self._content_id(), **drawn)
         self._change(message, [True], "no_pairs")
         self._change(message, [0.0, -1.0, 0.01, np.nan, np.inf], "max_seconds")
         self._change(message, [0, 1, 3], "fit_iterations", "target_loss")
@@ -155,12 +134,10 @@ class Fuzzer:
                 field[self._pick(names)] = self._pick(odd)
         if self._rarely():
             message.rules.arguments[self._pick(names)].sizes.extend([-1, self._pick([-7, 0, 3])])
-        if self._rarely():
             message.rules.nesting.add(outer=self._pick(names), inner="sin", most=self._pick(odd))
-        if self._rarely():
-            message.variables.extend(self._pick([[0], [1, 0], [0, 0], [7], [2**32 - 1]]))
-        if self._rarely():
-            message.increasing.extend(self._pick([[0], [1, 1], [2**32 - 1]]))
+        for field in (message.variables, message.increasing):
+            if self._rarely():
+                field.extend(self._pick([[0], [1, 0], [0, 0], [7], [2**32 - 1]]))
         if self._rarely():
             message.guesses.CopyFrom(self._programs())
         if self._rarely():
@@ -173,8 +150,7 @@ class Fuzzer:
         return self._request("Search", message.SerializeToString())
 
     def _mutated(self) -> Request:
-        kinds = [self._structured, self._structured, self._upload, self._small, self._search]
-        base = self._pick(kinds)()
+        base = self._pick([*[self._structured] * 2, self._upload, self._small, self._search])()
         messages = list(base.messages)
         if messages:
             at = self._random.randrange(len(messages))
@@ -232,12 +208,10 @@ class Fuzzer:
             return self._random.randbytes(self._pick([0, 1, 7, 300]))
         message = self._evaluation()
         if kind < 0.9:
-            programs = pb.Programs(
-                codes=bytes([1, 3, OPERATORS["add"].code]),
-                values=np.array([0.0, self._random.gauss(0, 3), 0.0]).tobytes(),
-                lengths=np.array([3], "<u4").tobytes(),
-                parameter_counts=bytes(4),
-            )
+            values = np.array([0.0, self._random.gauss(0, 3), 0.0]).tobytes()
+            codes, sizes = bytes([1, 3, OPERATORS["add"].code]), np.array([3, 0], "<u4").tobytes()
+            programs = pb.Programs(codes=codes, values=values, lengths=sizes[:4])
+            programs.parameter_counts = sizes[4:]
             loss = self._pick([1, 2, 3, 4]) if dataset.layout.has_target else 0
             message = pb.EvaluateRequest(programs=programs, loss=loss, values=not loss)
         message.content_id = dataset.content_id
@@ -251,14 +225,11 @@ class Fuzzer:
         return Request(method, [*messages], self._random.uniform(0.001, 0.05) if hurried else 5.0)
 
     def _evaluation(self) -> pb.EvaluateRequest:
-        message = pb.EvaluateRequest(
-            content_id=self._content_id(),
-            programs=self._programs(),
-            precision=self._pick([0, 1]),
-            loss=self._pick([0, 0, 1, 2, 3, 4, 5, 6]),
-            tier=self._pick([0, 0, 1, 2]),
-            **{wish: self._random.random() < 0.2 for wish in _WISHES},
-        )
+        choices = {"precision": [0, 1], "loss": [0, 0, 1, 2, 3, 4, 5, 6], "tier": [0, 0, 1, 2]}
+        drawn = {name: self._pick(values) for name, values in choices.items()}
+        drawn |= {wish: self._random.random() < 0.2 for wish in _WISHES}
+        own = {"content_id": self._content_id(), "programs": self._programs()}
+        message = pb.EvaluateRequest(**own, **drawn)
         if self._random.random() < 0.9:  # make it agree with itself
             message.values |= not message.loss
             for wish in ("gradient", "variable_gradient", "linear_scaling"):
@@ -292,14 +263,11 @@ class Fuzzer:
             if self._random.random() < 0.05 and numbers:
                 at = self._random.randrange(len(numbers))
                 numbers[at] = self._pick([0, 1, numbers[at] + 1, 2**31, 2**32 - 1])
-        return pb.Programs(
-            codes=codes,
-            values=values,
-            lengths=np.array(lengths, "<u4").tobytes(),
-            parameter_counts=np.array(counts, "<u4").tobytes(),
-            parameters=parameters,
-            vectors=vectors if self._random.random() < 0.97 else self._pick([3, 51, 2**32 - 1]),
-        )
+        vectors = vectors if self._random.random() < 0.97 else self._pick([3, 51, 2**32 - 1])
+        packed = (np.array(numbers, "<u4").tobytes() for numbers in (lengths, counts))
+        given = dict(zip(("lengths", "parameter_counts"), packed, strict=True))
+        found = {"codes": codes, "values": values, "parameters": parameters, "vectors": vectors}
+        return pb.Programs(**found, **given)
 
     def _program(self, variables: int, parameters: int) -> tuple[bytes, bytes]:
         """Make codes and values of a postfix program, now and then with an index out of range."""
@@ -335,14 +303,12 @@ class Fuzzer:
 
     def _break_header(self, header: pb.UploadHeader) -> None:
         layout, kind = header.layout, self._random.randrange(6)
-        if kind == 0:
-            header.content_id = self._random.randbytes(self._pick([0, 31, 32]))
-        elif kind == 1:
-            layout.rows = self._pick([0, 1, 2**40, 2**63, 2**64 - 1])
-        elif kind == 2:
-            layout.variables = self._pick([0, 1, 2**40, 2**64 - 1])
+        if kind < 3:
+            name = ("rows", "variables", "dtype")[kind]
+            large = [2, 3, 77] if name == "dtype" else [2**40, 2**63, 2**64 - 1]
+            setattr(layout, name, self._pick([0, 1, *large]))
         elif kind == 3:
-            layout.dtype = self._pick([0, 1, 2, 3, 77])
+            header.content_id = self._random.randbytes(self._pick([0, 31, 32]))
         elif kind == 4:
             layout.names.extend(self._pick([["a"], ["a", "a"], ["", "x1"], ["é" * 50]]))
         else:
@@ -365,7 +331,7 @@ class Fuzzer:
                 data[at:at] = data[at : at + width]
         return bytes(data)
 
-    def _pick(self, choices: list[Any]) -> Any:
+    def _pick(self, choices: Sequence[Any]) -> Any:
         return self._random.choice(choices)
 
     def _rarely(self) -> bool:
@@ -379,18 +345,16 @@ class Fuzzer:
 
 
 #: What may come back. UNAVAILABLE would be a crash, INTERNAL and UNKNOWN a bug.
-ALLOWED = {
-    *("OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED"),
-    *("DEADLINE_EXCEEDED", "CANCELLED"),
-}
+ALLOWED = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED"}
+ALLOWED |= {"DEADLINE_EXCEEDED", "CANCELLED"}
 #: What a request may get although it gets something else alone: it depends on other requests.
 PASSING = {"DATASET_NOT_FOUND", "TOO_MANY_REQUESTS", "QUEUE_FULL", "MEMORY"}
 
 
 def outcomes(caller: Caller, request: Request, counts: Counter[str]) -> list[tuple[str, str]]:
-    """Send a request; return status and reason of each call, which is empty for gRPC's own errors.
+    """Send a request; return status and reason of each call, WRONG for an open one with a fault.
 
-    What open calls have brought is added to ``counts``. One that went wrong has the status WRONG.
+    What open calls have brought is added to ``counts``; gRPC's own errors have no reason.
     """
     if isinstance(request, OpenCall):
         return _keep_open(caller, request, counts)
@@ -407,26 +371,21 @@ class _Kept:
 
     def __init__(self, caller: Caller, timeout: float) -> None:
         self.sent: SimpleQueue[bytes | None] = SimpleQueue()
-        method = caller.channel.stream_stream(
-            SERVICE + "Evaluate", None, pb.EvaluateResponse.FromString
-        )
+        name, parse = SERVICE + "Evaluate", pb.EvaluateResponse.FromString
+        method = caller.channel.stream_stream(name, None, parse)
         self.rpc = method(iter(self.sent.get, None), timeout=timeout)
-        self.answers: list[bytes] = []
-        """Content of each."""
-        self.pieces: list[pb.EvaluateResponse] = []
-        """Messages of an answer that is not complete."""
+        self.answers: list[bytes] = []  # the content of each
+        self.pieces: list[pb.EvaluateResponse] = []  # of an answer that is not complete
 
     def read(self) -> bool:
         """Read an answer; return False if the call has ended instead."""
-        try:
+        with suppress(grpc.RpcError):
             for piece in self.rpc:
                 self.pieces.append(piece)
                 if piece.HasField("timings"):
                     self.answers.append(_content(self.pieces))
                     self.pieces = []
                     return True
-        except grpc.RpcError:
-            pass
         return False
 
     def move(self, move: str | float, messages: Iterator[bytes]) -> None:
@@ -453,9 +412,8 @@ def _keep_open(caller: Caller, request: OpenCall, counts: Counter[str]) -> list[
                 time.sleep(move)
             for call, rest in zip(calls, messages, strict=True):
                 call.move(move, rest)
-        for call in calls:
-            while call.read():
-                pass
+        while any(call.read() for call in calls):
+            pass
     finally:
         for call in calls:
             call.rpc.cancel()
@@ -495,9 +453,7 @@ def _content(pieces: list[pb.EvaluateResponse]) -> bytes:
     return whole.SerializeToString(deterministic=True)
 
 
-def _fault(
-    request: OpenCall, alone: list[tuple[str, str, bytes]], call: _Kept, end: tuple[str, str]
-) -> str:
+def _fault(request: OpenCall, alone: list[Any], call: _Kept, end: tuple[str, str]) -> str:
     """Say what is wrong with what a call has brought; nothing is if this is empty."""
     status, reason = end
     answered = len(call.answers)

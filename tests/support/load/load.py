@@ -1,7 +1,5 @@
 """Clients that evaluate again and again, check every answer and count."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -52,7 +50,7 @@ class Load:
         self.tallies = [Tally() for _ in range(clients)]
         self._running = ExitStack()
 
-    def __enter__(self) -> Load:
+    def __enter__(self):
         self._running.enter_context(in_threads(self._run, range(len(self.tallies))))
         eventually(lambda: all(tally.right or tally.failures for tally in self.tallies), 60)
         return self
@@ -79,18 +77,16 @@ class Load:
 
     def gap(self, start: float, stop: float) -> float:
         """Longest time without any right answer between two moments."""
-        moments = sorted(
-            moment for tally in self.tallies for moment in tally.moments if start <= moment <= stop
-        )
-        return max((b - a for a, b in pairwise([start, *moments, stop])), default=stop - start)
+        moments = sorted(m for tally in self.tallies for m in tally.moments if start <= m <= stop)
+        return max(b - a for a, b in pairwise([start, *moments, stop]))
 
     def gaps(self, start: float, stop: float) -> list[float]:
         """Longest time of each client without a right answer, among those between two moments."""
-        found = []
-        for tally in self.tallies:
-            moments = [moment for moment in tally.moments if start <= moment <= stop]
-            found.append(max((b - a for a, b in pairwise([start, *moments])), default=stop - start))
-        return found
+        answers = [[m for m in tally.moments if start <= m <= stop] for tally in self.tallies]
+        longest = [
+            max((b - a for a, b in pairwise([start, *each])), default=0.0) for each in answers
+        ]
+        return [gap or stop - start for gap in longest]
 
     def gaps_after(self, fault: Callable[[], object], times: int, answers: int = 3) -> list[float]:
         """Provoke a fault so often; the longest time without any right answer after each."""
@@ -103,13 +99,11 @@ class Load:
             found.append(self.gap(began, time.monotonic()))
         return found
 
-    def wait_for_answers(self, count: int, timeout: float = 30.0) -> None:
+    def wait_for_answers(self, count: int) -> None:
         """Wait until every client has had ``count`` more right answers."""
         wanted = [tally.right + count for tally in self.tallies]
-        deadline = time.monotonic() + timeout
-        while any(t.right < w for t, w in zip(self.tallies, wanted, strict=True)):
-            assert time.monotonic() < deadline, f"no answers; failures: {self.failures[:3]}"
-            time.sleep(0.01)
+        tallies = list(zip(self.tallies, wanted, strict=True))
+        eventually(lambda: all(tally.right >= most for tally, most in tallies), 30)
 
     def _run(self, number: int) -> None:
         tally, factor = self.tallies[number], number * 1e6

@@ -1,7 +1,5 @@
 """Threads and processes that call at the same time."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,9 +10,7 @@ _CONTEXT = multiprocessing.get_context("spawn")
 
 
 @contextmanager
-def in_threads(
-    work: Callable[[Any], object], given: Iterable[Any]
-) -> Iterator[list[threading.Thread]]:
+def in_threads(work: Callable[[Any], object], given: Iterable[Any]):
     """Run a function of each thing that is given in a thread; the block waits for their end."""
     threads = [threading.Thread(target=work, args=(each,)) for each in given]
     for thread in threads:
@@ -30,8 +26,7 @@ class Processes:
     """Processes that obey orders until they get None; a context manager.
 
     Each runs a function of what it is given and of its end of a pipe, into which it sends None once
-    it is ready. All are when the constructor returns: what starts would take cores from what is
-    measured.
+    it is ready, as all are when the constructor returns: what starts would take cores.
     """
 
     def __init__(self, function: Callable[..., None], given: Sequence[tuple[Any, ...]]) -> None:
@@ -63,10 +58,7 @@ class Processes:
 
 @contextmanager
 def beside(function: Callable[..., Any], *given: Any) -> Iterator[list[Any]]:
-    """Run a function in a process of its own, of what it is given and of an event that ends it.
-
-    What it returns stands in the list afterwards.
-    """
+    """Run a function of an event that ends it in a process; its result is in the list then."""
     stop, (ours, theirs) = _CONTEXT.Event(), _CONTEXT.Pipe(duplex=False)
     process = _CONTEXT.Process(target=_return, args=(theirs, function, *given, stop))
     process.start()

@@ -20,6 +20,7 @@ from ray.cluster_utils import Cluster
 
 import warpfit.ray
 from support.load.faults import under_load
+from support.servers.server import eventually
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "client" / "examples" / "islands_on_ray.py"
 _NODE = {"num_cpus": 2, "object_store_memory": 80_000_000}
@@ -32,9 +33,8 @@ class RayCluster:
     address = f"ray://{namespace}"
 
     def __init__(self, nodes: int = 3) -> None:
-        self._cluster = Cluster(
-            initialize_head=True, head_node_args={**_NODE, "include_dashboard": False}
-        )
+        head = {**_NODE, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self._nodes = [self._cluster.add_node(wait=False, **_NODE) for _ in range(nodes - 1)]
         self.size = nodes
         try:
@@ -49,7 +49,7 @@ class RayCluster:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *_: object) -> None:
         ray.shutdown()
         self._cluster.shutdown()
 
@@ -78,20 +78,15 @@ class RayCluster:
 
     def wait_for_servers(self, count: int | None = None, timeout: float = 90.0) -> None:
         """Wait until Ray has brought back the servers."""
-        end = time.monotonic() + timeout
-        while len(warpfit.ray.addresses(self.namespace)) < (count or self.size):
-            assert time.monotonic() < end, "Ray does not bring the servers back"
-            time.sleep(0.2)
+        wanted = count or self.size
+        eventually(lambda: len(warpfit.ray.addresses(self.namespace)) >= wanted, timeout)
 
 
 def lost_servers(kills: int) -> dict[str, Any]:
     """SIGKILL a server's main process; Ray starts it again."""
     with RayCluster() as cluster:
-
-        def fault(index: int) -> None:
-            _kill(cluster.servers()[0])
-
-        return under_load(cluster, "faults", kills, fault, lambda _: cluster.wait_for_servers())
+        end, wait = lambda _: _kill(cluster.servers()[0]), lambda _: cluster.wait_for_servers()
+        return under_load(cluster, "faults", kills, end, wait)
 
 
 def lost_nodes(kills: int) -> dict[str, Any]:
@@ -124,14 +119,9 @@ def lost_while_searching() -> dict[str, Any]:
         disturbed = example.search(cluster.namespace, SMALL)
         seen = list(killed)
         disturber.join()
-    return {
-        "epochs": SMALL.epochs,
-        "killed_before_the_end": seen,
-        "same_formulas": disturbed == undisturbed,
-        "loss": disturbed.losses[0],
-        "seconds_undisturbed": round(calm, 1),
-        "seconds": round(time.monotonic() - started - calm, 1),
-    }
+    found = {"epochs": SMALL.epochs, "killed_before_the_end": seen, "loss": disturbed.losses[0]}
+    found |= {"same_formulas": disturbed == undisturbed, "seconds_undisturbed": round(calm, 1)}
+    return found | {"seconds": round(time.monotonic() - started - calm, 1)}
 
 
 #: A search of a few seconds.
@@ -154,10 +144,7 @@ def _disturb(cluster: RayCluster, killed: list[str]) -> None:
 
 def _example() -> Any:
     spec = spec_from_file_location("islands_on_ray", EXAMPLE)
-    assert spec is not None
-    module = module_from_spec(spec)
-    assert spec.loader is not None
-    sys.modules[spec.name] = module
+    module = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     ray.cloudpickle.register_pickle_by_value(module)  # the nodes do not have it
     return module

@@ -1,7 +1,5 @@
 """Worker processes that call a server as fast as they can, all of them at the same time."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import time
@@ -29,10 +27,11 @@ SEED: Final = 20261121
 VARIABLES: Final = 10
 #: Programs that fresh batches are drawn from.
 POOL: Final = 6_000
-#: Most programs of a call that are sent as lists.
-LISTED: Final = 300
-#: Programs that are drawn for each second of a worker before the time is taken.
-PROGRAMS_A_SECOND: Final = 240_000
+#: Most programs of a call that are sent as lists, and programs that are drawn for each second of a
+#: worker before the time is taken.
+LISTED, PROGRAMS_A_SECOND = 300, 240_000
+#: An order for messages that were encoded before the time is taken.
+ENCODED: Final = "encoded"
 
 
 @lru_cache(maxsize=1)
@@ -64,19 +63,15 @@ class Pool:
 
 
 def work(number: int, orders: Connection) -> None:
-    """Serve the orders of the main process: connect, then call until the time is up.
+    """Connect as an order says, then call until the time is up, order after order.
 
-    An order has address, programs a call, rows, seconds, and what is sent: other batches for each
-    call (None), the same as messages that were encoded before (`ENCODED`), or one batch again and
-    again (0).
+    An order has address, programs a call, rows, seconds, and what is sent: other batches each time
+    (None), as messages that were encoded before (`ENCODED`), or one batch again and again (0).
     """
     pool = Pool(SEED + 1 + number % 16, 2_000)
     pool.random = np.random.default_rng(SEED + number)
     orders.send(None)
-    while True:
-        order = orders.recv()
-        if order is None:
-            return
+    while (order := orders.recv()) is not None:
         address, programs, rows, seconds, fresh = order
         with warpfit.connect(address) as client:
             data, calls = client.upload(*table(rows)), int(seconds * PROGRAMS_A_SECOND / programs)
@@ -92,10 +87,6 @@ def work(number: int, orders: Connection) -> None:
             orders.send(call(send, seconds))
 
 
-#: An order for messages that were encoded before the time is taken.
-ENCODED: Final = "encoded"
-
-
 class Answer(NamedTuple):
     """Part of an answer that a worker keeps."""
 
@@ -105,10 +96,9 @@ class Answer(NamedTuple):
 
 
 def drawn(client: warpfit.Client, data: Any, pool: Pool, count: int, calls: int) -> Any:
-    """Return what sends a batch that was not sent before.
+    """Return what sends a batch that was not sent before; drawing now spares the server cores.
 
-    Batches for so many calls are drawn now, because drawing takes cores from the server. Few
-    programs are lists, as most searches have them; many are flat arrays, as of a vectorised search.
+    Few programs are lists, as most searches have them; many are flat arrays, as of vectorised ones.
     """
 
     def draw() -> tuple[int, tuple[Any, ...]]:
@@ -131,9 +121,9 @@ def drawn(client: warpfit.Client, data: Any, pool: Pool, count: int, calls: int)
 
 
 def encoded(address: str, data: Any, pool: Pool, count: int, calls: int) -> Callable[[], Answer]:
-    """Return what sends a message that was encoded before, and does not decode the answer.
+    """Return what sends messages that were encoded before, in turns, and decodes no answer.
 
-    So workers on the server's host leave it the cores. The messages come again when all were sent.
+    So workers on the server's host leave it the cores.
     """
     batches = [pool.draw(count) for _ in range(calls)]
     asked: EvaluateOptions = {"loss": "mse", "precision": "fast"}
@@ -211,9 +201,7 @@ class Workers(Processes):
     def __init__(self, count: int) -> None:
         super().__init__(work, [(number,) for number in range(count)])
 
-    def run(
-        self, count: int, order: tuple[Any, ...], meanwhile: Callable[[], None] = lambda: None
-    ) -> list[dict[str, Any]]:
+    def run(self, count: int, order: tuple[Any, ...], meanwhile: Any = lambda: None) -> list[Any]:
         """Have some workers call at the same time; return what each has found."""
         self.ask([order] * count)  # all are ready then
         for end in self.ends[:count]:

@@ -22,9 +22,6 @@ DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "kubernetes"
 
 
-# ---------------------------------------------------------------------------------------- chart
-
-
 def values(changes: Mapping[str, Any]) -> dict[str, Any]:
     """Values of the chart with some changed, each of which must be there."""
     tree: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -47,25 +44,19 @@ def render(changes: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every manifest of the chart, by helm or by Go's own templates."""
     if shutil.which("helm"):
         command = ["helm", "template", "release", str(CHART), "--values", "-"]
-        ran = subprocess.run(
-            command, input=yaml.safe_dump(values(changes)), capture_output=True, text=True
-        )
+        given = yaml.safe_dump(values(changes))
+        ran = subprocess.run(command, input=given, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
         return [manifest for manifest in yaml.safe_load_all(ran.stdout) if manifest]
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    context = {
-        "Values": values(changes),
-        "Chart": {key[0].upper() + key[1:]: value for key, value in chart.items()},
-        "Release": {"Name": "release", "Namespace": "default", "Service": "Helm"},
-    }
+    release = {"Name": "release", "Namespace": "default", "Service": "Helm"}
+    chart = {key[0].upper() + key[1:]: value for key, value in chart.items()}
+    context = {"Values": values(changes), "Chart": chart, "Release": release}
     templates = {path.name: path.read_text() for path in (CHART / "templates").iterdir()}
     files = {path.name: path.read_text() for path in CHART.glob("*.yml")}
-    ran = subprocess.run(
-        ["go", "run", str(ROOT / "tests/support/repository/chart/render.go")],
-        input=json.dumps({"Context": context, "Templates": templates, "Files": files}),
-        capture_output=True,
-        text=True,
-    )
+    command = ["go", "run", str(ROOT / "tests/support/repository/chart/render.go")]
+    given = json.dumps({"Context": context, "Templates": templates, "Files": files})
+    ran = subprocess.run(command, input=given, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     rendered = json.loads(ran.stdout)
     assert "50551" in rendered["NOTES.txt"]
@@ -82,28 +73,23 @@ def check_schemas(manifests: Iterable[Mapping[str, Any]]) -> None:
             checker.validate(manifest, "1.31", strict=True)
 
 
-def check_environment(environment: Mapping[str, str]) -> None:
+def check_environment(environment: Mapping[str, str]) -> Config:
     """Check that the server knows every variable of its own, and can use its value."""
     named = {name: value for name, value in environment.items() if name.startswith("WARPFIT_")}
-    Config.from_arguments([], named)  # raises if a value is none
     known = set(Config.__dataclass_fields__)
     assert {name.removeprefix("WARPFIT_").lower() for name in named} <= known
+    return Config.from_arguments([], named)  # raises if a value is none
 
 
 # ------------------------------------------------------------------------------------- commands
-
-
 @dataclass(frozen=True)
 class Container:
-    """What a ``docker run`` of our image starts."""
+    """What a ``docker run`` of our image starts; by names, places and ports in the container."""
 
     image: str
     environment: Mapping[str, str]
-    """Variables of the image, with those of the command."""
     mounts: Mapping[str, str]
-    """Volumes and folders of this machine by their places in the container."""
     published: Mapping[str, tuple[str, str]]
-    """Address and port of this machine by port of the container."""
     gpus: str | None
     command: tuple[str, ...]
 
@@ -136,9 +122,8 @@ def image_settings() -> tuple[dict[str, str], list[str], list[str]]:
     """Variables, entry point and command of the image, from the last stage of the Dockerfile."""
     stage = dockerfile().rpartition("\nFROM ")[2]
     (variables,) = re.findall(r"^ENV (.*)$", stage, re.M)
-    (entrypoint,), (command,) = (
-        re.findall(rf"^{name} (\[.*\])$", stage, re.M) for name in ("ENTRYPOINT", "CMD")
-    )
+    lines = "ENTRYPOINT", "CMD"
+    (entrypoint,), (command,) = (re.findall(rf"^{x} (\[.*\])$", stage, re.M) for x in lines)
     pairs = dict(pair.split("=", 1) for pair in shlex.split(variables))
     return pairs, json.loads(entrypoint), json.loads(command)
 
@@ -168,12 +153,8 @@ def check_container(made: Container, images: Mapping[str, str]) -> None:
 
 def chart_changes(words: list[str]) -> dict[str, Any]:
     """The values that a ``helm install`` sets."""
-    return {
-        name: yaml.safe_load(value)
-        for flag, text in pairwise(words)
-        if flag == "--set"
-        for name, value in [text.split("=", 1)]
-    }
+    given = (text.split("=", 1) for flag, text in pairwise(words) if flag == "--set")
+    return {name: yaml.safe_load(value) for name, value in given}
 
 
 def dockerfile() -> str:

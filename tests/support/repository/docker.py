@@ -5,8 +5,6 @@ would have; the files that the line mounts are named where they lie on this mach
 build`` does nothing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
+_PAGES = ("gallery", "benchmarking", "writing_code")
+_PAGES += (*("coming_from_" + name for name in ("pysr", "gplearn", "operon", "deap", "curve_fit")),)
 READMES = (
-    *("README.md", "client/README.md", "client/REFERENCE.md", "client/LIMITS.md"),
+    *("README.md", *(f"client/{name}.md" for name in ("README", "REFERENCE", "LIMITS"))),
     *("client/DEVELOPING.md", "client/OPERATORS.md", "server/README.md"),
     *("server/OPERATING.md", "server/SECURITY.md", "tests/bench/README.md"),
-    *("proto/README.md", "deploy/README.md"),
-    *(f"deploy/site/pages/{name}.md" for name in ("gallery", "benchmarking", "writing_code")),
-    *(f"deploy/site/pages/coming_from_{name}.md" for name in ("pysr", "gplearn", "operon")),
-    *(f"deploy/site/pages/coming_from_{name}.md" for name in ("deap", "curve_fit")),
+    *("proto/README.md", "deploy/README.md", *(f"deploy/site/pages/{name}.md" for name in _PAGES)),
 )
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -55,8 +54,3 @@ def commands(snippet: Snippet) -> list[str]:
     """Lines of a shell block, continued ones joined."""
     joined = snippet.code.replace("\\\n", " ")
     return [line.strip() for line in joined.splitlines() if line.strip()]
-
-
-def installs(snippet: Snippet) -> bool:
-    """Whether a shell block needs a machine that has nothing yet."""
-    return snippet.language == "sh" and "pip install" in snippet.code

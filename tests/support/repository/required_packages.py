@@ -15,10 +15,9 @@ def required_packages(requirement: str) -> set[str]:
         name = canonicalize_name(wanted.name)
         for extra in {"", *wanted.extras} - {extra for known, extra in found if known == name}:
             found.add((name, extra))
+            markers = [(each, each.marker) for each in map(Requirement, requires(name) or ())]
             waiting += [
-                needed
-                for needed in map(Requirement, requires(name) or ())
-                if needed.marker is None or needed.marker.evaluate({"extra": extra})
+                each for each, own in markers if own is None or own.evaluate({"extra": extra})
             ]
     return {name for name, _ in found} - {canonicalize_name(Requirement(requirement).name)}
 
@@ -26,8 +25,5 @@ def required_packages(requirement: str) -> set[str]:
 def absent_modules(requirement: str) -> set[str]:
     """Modules that are installed here, and not by an installation of this alone."""
     present = {canonicalize_name(Requirement(requirement).name), *required_packages(requirement)}
-    return {
-        module
-        for module, owners in packages_distributions().items()
-        if present.isdisjoint(map(canonicalize_name, owners))
-    }
+    owners = packages_distributions().items()
+    return {name for name, own in owners if present.isdisjoint(map(canonicalize_name, own))}

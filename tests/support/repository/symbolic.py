@@ -16,14 +16,9 @@ import sympy
 from warpfit.frontends.sympy import to_sympy
 from warpfit.parse import parse
 
-_DECIMALS: Final = 3
-#: Variables of both formulas are positive there, so that sqrt(x^2) is x.
-_POSITIVE: Final = {"positive": True}
 #: Random rows on which formulas are compared first, fewest of them where both have a value, and
 #: variation of what counts as constant.
-_ROWS: Final = 300
-_FEWEST_ROWS: Final = 20
-_VARIES: Final = 0.01
+_ROWS, _FEWEST_ROWS, _VARIES = 300, 20, 0.01
 
 
 def is_solution(found: str, true: str, names: Sequence[str], seconds: float = 60.0) -> bool:
@@ -68,10 +63,10 @@ def _is_close(found: Any, true: Any) -> bool:
     variables = sorted(found.free_symbols | true.free_symbols, key=str)
     rows = np.random.default_rng(0).uniform(0.5, 3.0, (len(variables), _ROWS))
     with np.errstate(all="ignore"):
-        a, b = (
-            np.broadcast_to(sympy.lambdify(variables, each, ["scipy", "numpy"])(*rows), _ROWS)
-            for each in (found, true)
+        values = (
+            sympy.lambdify(variables, each, ["scipy", "numpy"])(*rows) for each in (found, true)
         )
+        a, b = (np.broadcast_to(each, _ROWS) for each in values)
         sound = np.isfinite(a) & np.isfinite(b) & np.isreal(a) & np.isreal(b)
         a, b = a[sound].real.astype(float), b[sound].real.astype(float)
         if len(a) < _FEWEST_ROWS:
@@ -81,7 +76,8 @@ def _is_close(found: Any, true: Any) -> bool:
 
 
 def _expression(text: str, names: tuple[str, ...]) -> Any:
-    variables = [sympy.Symbol(f"v{place}", **_POSITIVE) for place in range(len(names))]
+    # They are positive, so that sqrt(x^2) is x.
+    variables = [sympy.Symbol(f"v{place}", positive=True) for place in range(len(names))]
     expression = to_sympy(parse(text, names))
     known: dict[str, Any] = {f"x{place + 1}": v for place, v in enumerate(variables)}
     known |= dict(zip(names, variables, strict=True))
@@ -98,9 +94,8 @@ _SHAPES: Final = (
 
 def _rounded(expression: Any) -> Any:
     """Round numbers to three decimals, as rationals, and leave out those that become 0."""
-    numbers = {
-        n: sympy.Rational(str(round(float(n), _DECIMALS))) for n in expression.atoms(sympy.Float)
-    }
+    floats = expression.atoms(sympy.Float)
+    numbers = {n: sympy.Rational(str(round(float(n), 3))) for n in floats}
     return expression.xreplace(numbers)
 
 

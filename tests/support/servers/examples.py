@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import warpfit
 from support.random_programs import thesis_mix
@@ -24,9 +23,7 @@ QUICK = RetryPolicy(total_seconds=10, initial_backoff=0.001, maximum_backoff=0.0
 DATA = Dataset.of(np.arange(40.0).reshape(10, 4), np.arange(10.0))
 
 
-def expected_values(
-    dtype: Any = np.float32, expressions: Any = EXPRESSIONS, parameters: Any = PARAMETERS
-) -> NDArray[Any]:
+def expected_values(dtype: Any = np.float32, expressions=EXPRESSIONS, parameters=PARAMETERS):
     """Values of the reference, [rows, expressions]."""
     programs = [warpfit.parse(text) for text in expressions]
     return reference.evaluate_programs(programs, X.T, parameters).T.astype(dtype)

@@ -1,7 +1,6 @@
 """A real gRPC server on loopback that answers from `warpfit.testing.InProcessServer`."""
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -32,14 +31,11 @@ class Servicer:
         """Return gRPC's handler of a method of the contract."""
         ends = method.client_streaming, method.server_streaming
         way = "_".join("stream" if streams else "unary" for streams in ends)
-        make = getattr(grpc, f"{way}_rpc_method_handler")
-        parse = GetMessageClass(method.input_type).FromString
         takes_bytes = method.name in ("Evaluate", "Optimize", "UploadVariables")
-        return make(
-            partial(self._call, method),
-            None if takes_bytes else parse,
-            GetMessageClass(method.output_type).SerializeToString,
-        )
+        parse = None if takes_bytes else GetMessageClass(method.input_type).FromString
+        serialize = GetMessageClass(method.output_type).SerializeToString
+        make = getattr(grpc, f"{way}_rpc_method_handler")
+        return make(partial(self._call, method), parse, serialize)
 
     def _call(self, method, request, context):
         self.metadata = dict(context.invocation_metadata())
@@ -75,19 +71,13 @@ def fail_calls(server: InProcessServer, method: str, *failures: WarpfitError | N
 
 
 @contextmanager
-def serve(
-    server: InProcessServer, message_bytes: int = 4 << 20, port: int = 0
-) -> Iterator[tuple[str, Servicer]]:
+def serve(server: InProcessServer, message_bytes: int = 4 << 20, port: int = 0):
     """Serve on a port, by default a free one; yields its address and the servicer."""
-    grpc_server = grpc.server(
-        ThreadPoolExecutor(4), options=[("grpc.max_receive_message_length", message_bytes)]
-    )
-    servicer = Servicer(server)
+    options = [("grpc.max_receive_message_length", message_bytes)]
+    grpc_server, servicer = grpc.server(ThreadPoolExecutor(4), options=options), Servicer(server)
     service = pb.DESCRIPTOR.services_by_name["Evaluator"]
     handlers = {method.name: servicer.handler(method) for method in service.methods}
-    grpc_server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(service.full_name, handlers),)
-    )
+    grpc_server.add_registered_method_handlers(service.full_name, handlers)
     port = grpc_server.add_insecure_port(f"127.0.0.1:{port}")
     grpc_server.start()
     try:

@@ -5,8 +5,6 @@ takes calls back as soon as they are made, which gRPC's own clients never do. Fr
 encoding are those of RFC 9113 and RFC 7541.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import socket
@@ -16,7 +14,7 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -26,8 +24,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from support.servers.server import write_secret
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Files of a certificate and its key."""
 
     certificate: Path
@@ -63,28 +60,23 @@ class Authority:
 
 
 def _builder(subject, issuer, key, days):
-    now = datetime.now(UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now + timedelta(days=days[0]))
-        .not_valid_after(now + timedelta(days=days[1]))
-    )
+    begin, end = (datetime.now(UTC) + timedelta(days=day) for day in days)
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
+    builder = builder.serial_number(x509.random_serial_number())
+    return builder.not_valid_before(begin).not_valid_after(end)
 
 
 @dataclass(frozen=True, slots=True)
 class Spoil:
-    """What happens to the bytes of one direction; by default nothing."""
+    """What happens to the bytes of one direction; by default nothing.
+
+    They are forwarded in pieces of so many bytes, with a pause in seconds after each. The
+    connection is closed, with a reset, after so many bytes.
+    """
 
     piece: int = 1 << 16
-    """Bytes forwarded at a time."""
     pause: float = 0.0
-    """Seconds after each piece."""
     cut_after: int | None = None
-    """Close the connection, with a reset, after this many bytes."""
 
 
 class Proxy:
@@ -102,7 +94,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self):
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 
@@ -115,10 +107,7 @@ class Proxy:
             _reset(end)
 
     def swallow(self, *, ever: bool = False) -> None:
-        """Drop whatever the present connections carry from now on, without closing them.
-
-        If it is for ``ever``, later connections are dropped, too.
-        """
+        """Drop what the present connections, or ``ever`` later ones, carry, and leave them open."""
         self._swallows = ever
         self._swallowed.update(self._sockets)
 
@@ -160,23 +149,15 @@ def _reset(end: socket.socket) -> None:
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _ACK, _END_STREAM, _END_HEADERS = 1, 1, 4
-_INITIAL_WINDOW: Final = 4
-_CANCEL: Final = 8
-_FRAME: Final = 16384
-_BURST: Final = 64 * _FRAME
+_INITIAL_WINDOW, _CANCEL, _FRAME = 4, 8, 16384
 #: First index of HPACK's dynamic table, where the header stands that was indexed last.
 _NEWEST_INDEXED: Final = 62
 
 
 class RawConnection:
-    """One connection; a context manager. A thread reads what the server sends.
+    """A connection from an address; a thread reads. Its windows stay closed unless it ``reads``."""
 
-    It comes from the address ``source``; its windows stay closed unless it ``reads``.
-    """
-
-    def __init__(
-        self, address: str, token: str = "", *, source: str = "127.0.0.1", reads: bool = True
-    ) -> None:
+    def __init__(self, address: str, token: str = "", *, source="127.0.0.1", reads: bool = True):
         host, _, port = address.rpartition(":")
         self._token = token
         self._socket = socket.create_connection((host, int(port)), source_address=(source, 0))
@@ -185,13 +166,12 @@ class RawConnection:
         self._initial, self._window, self._next = 65535, 65535, 1
         self._windows: dict[int, int] = {}
         self._ended = set[int]()
-        self.is_open = True
-        """Whether the server has not closed the connection."""
+        self.is_open = True  # the server has not closed the connection
         settings = b"" if reads else struct.pack(">HI", _INITIAL_WINDOW, 0)
         self._write(_PREFACE + _frame(_SETTINGS, 0, 0, settings))
         threading.Thread(target=self._read, daemon=True).start()
 
-    def __enter__(self) -> RawConnection:
+    def __enter__(self):
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -209,10 +189,7 @@ class RawConnection:
         return stream
 
     def begin_with_headers(self, method: str, name: str, value: bytes, count: int) -> int:
-        """Begin a call with a header of any bytes ``count`` times, of a byte each after the first.
-
-        The header is the first one of the connection that is indexed.
-        """
+        """Begin a call with a header so many times, the connection's first that is indexed."""
         block = self._header_block(method, ())
         block += b"\x40" + _text(name) + bytes((len(value),)) + value  # indexed
         block += bytes((0x80 | _NEWEST_INDEXED,)) * (count - 1)
@@ -237,7 +214,7 @@ class RawConnection:
         """Send bytes of a call as far as the server lets them come; return how many."""
         deadline, sent = time.monotonic() + timeout, 0
         while sent < len(data) and not self._is_over(stream):
-            size = self._reserve(stream, min(_BURST, len(data) - sent), deadline)
+            size = self._reserve(stream, min(64 * _FRAME, len(data) - sent), deadline)
             if not size:
                 break
             piece = data[sent : sent + size]

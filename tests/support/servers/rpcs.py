@@ -1,11 +1,10 @@
 """Calls of every kind: raw RPCs with any credentials, whose answers are compared, and long ones."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any, Final
 
 import grpc
@@ -28,23 +27,21 @@ OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
 def programs() -> pb.Programs:
     """One program: variable 0 times parameter 0."""
-    return pb.Programs(
-        codes=bytes([1, 2, 18]),
-        values=np.zeros(3).tobytes(),
-        lengths=np.array([3], "<u4").tobytes(),
-        parameter_counts=np.array([1], "<u4").tobytes(),
-        parameters=np.array([0.5]).tobytes(),
-    )
+    one, three = (np.array([number], "<u4").tobytes() for number in (1, 3))
+    made = pb.Programs(codes=bytes([1, 2, 18]), values=bytes(24), lengths=three)
+    made.parameter_counts, made.parameters = one, np.array([0.5]).tobytes()
+    return made
 
 
-def evaluate_request(content_id: bytes) -> pb.EvaluateRequest:
-    """Ask for values."""
-    return pb.EvaluateRequest(content_id=content_id, programs=programs(), values=True)
+def evaluate_request(content_id: bytes, **wishes: Any) -> pb.EvaluateRequest:
+    """Ask for values, unless it is told otherwise."""
+    wishes = wishes or {"values": True}
+    return pb.EvaluateRequest(content_id=content_id, programs=programs(), **wishes)
 
 
 def optimize_request(content_id: bytes) -> pb.OptimizeRequest:
     """Ask for a short fit."""
-    problem = pb.EvaluateRequest(content_id=content_id, programs=programs(), loss=pb.LOSS_MSE)
+    problem = evaluate_request(content_id, loss=pb.LOSS_MSE)
     return pb.OptimizeRequest(problem=problem, max_iterations=3)
 
 
@@ -138,8 +135,9 @@ def _bytes(message: Any) -> bytes:
 
 
 _SEED = 5
-_TEXTS = ("p1*x1 + p2", "p1*exp(p2*x2) + p3", "sin(p1*x1) * p2", "p1*x1^2 + p2*x3 + p3")
-_PARAMETERS = (2, 3, 2, 3)
+#: Expressions to fit, and how many parameters each has.
+_FITTED = {"p1*x1 + p2": 2, "p1*exp(p2*x2) + p3": 3, "sin(p1*x1) * p2": 2}
+_FITTED["p1*x1^2 + p2*x3 + p3"] = 3
 
 
 def table(rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -153,43 +151,32 @@ def answers(
 ) -> tuple[dict[str, str], dict[str, set[str]]]:
     """Ask for every kind of output; return hashes of all bits of the answers, and their devices.
 
-    A tenth of the programs are asked for outputs with a number for each row; ``fits`` are fitted,
-    from two starts each.
+    A tenth of the programs are asked for outputs with a number for each row.
     """
     data = client.upload(*table(rows), **upload)
     expressions, parameters = thesis_mix(_SEED, programs, variables=4)
     few = expressions[: programs // 10], parameters[: programs // 10]
-    calls: dict[str, tuple[Any, dict[str, Any]]] = {
-        "losses": ((expressions, parameters), {"loss": "mse"}),
-        "fast": ((expressions, parameters), {"loss": "rmse", "precision": "fast"}),
-        "gradients": ((expressions, parameters), {"loss": "mae", "gradient": True}),
-        "variables": ((expressions, parameters), {"loss": "mse", "variable_gradient": True}),
-        "statistics": (
-            (expressions, parameters),
-            {"loss": "mse", "linear_scaling": True, "reductions": True},
-        ),
-        "some rows": (
-            (expressions, parameters),
-            {"loss": "huber", "correlation": True, "rows": (rows // 5, rows - 7)},
-        ),
-        "values": (few, {"values": True}),
-        "jacobian": (few, {"jacobian": True, "values": True}),
+    calls: dict[str, dict[str, Any]] = {
+        "losses": {"loss": "mse"},
+        "fast": {"loss": "rmse", "precision": "fast"},
+        "gradients": {"loss": "mae", "gradient": True},
+        "variables": {"loss": "mse", "variable_gradient": True},
+        "statistics": {"loss": "mse", "linear_scaling": True, "reductions": True},
+        "some rows": {"loss": "huber", "correlation": True, "rows": (rows // 5, rows - 7)},
+        "values": {"values": True},
+        "jacobian": {"jacobian": True, "values": True},
     }
     found, devices = {}, {}
-    for name, (batch, options) in calls.items():
+    for name, options in calls.items():
+        batch = few if "values" in options else (expressions, parameters)
         answer = client.run(data, *batch, tier="interpreter", **options)
         found[name], devices[name] = _digest(answer), set(answer.timings.device.split(","))
     starts = np.random.default_rng(_SEED).uniform(0.5, 1.5, (2, 3))
-    texts = [_TEXTS[number % 4] for number in range(fits)]
-    given = [starts[:, : _PARAMETERS[number % 4]] for number in range(fits)]
+    texts = [text for text, _ in zip(cycle(_FITTED), range(fits), strict=False)]
+    given = [starts[:, : _FITTED[text]] for text in texts]
+    asked = {"max_iterations": 8, "covariance": True, "standard_errors": True}
     for method in ("lm", "bfgs"):
-        fit = client.optimize(
-            *(data, texts, given),
-            method=method,
-            max_iterations=8,
-            covariance=True,
-            standard_errors=True,
-        )
+        fit = client.optimize(data, texts, given, method=method, **asked)
         found[method], devices[method] = _digest(fit), set(fit.timings.device.split(","))
     client.release(data, everywhere=True)
     return found, devices
@@ -212,12 +199,12 @@ WIDE: Final = np.random.default_rng(2).normal(size=(100_000, 2))
 LONG: Final = warpfit.parse("+".join(f"sin(x1*{k})" for k in range(1, 300)))
 
 
-def long_request(data: warpfit.Data, programs: int = 400) -> bytes:
+def long_request(data: Any, programs: int = 400) -> bytes:
     """Serialize the losses of as many long programs, on data such as `WIDE`."""
     return request(data, [LONG] * programs, loss="mse")
 
 
-def request(data: warpfit.Data, programs: Any, **options: Any) -> bytes:
+def request(data: Any, programs: Any, **options: Any) -> bytes:
     """Serialize any evaluation; ``options`` are those of `warpfit.Client.run`."""
     evaluation, _ = build_evaluation(data, programs, None, None, options)
     return codec.evaluation_to_bytes(evaluation, pieces=True)

@@ -1,7 +1,5 @@
 """A real server process for end-to-end tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -32,13 +30,9 @@ class ServerProcess:
         self._log = log.open("w") if log else None
         limit = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh"] if files else []
         command = [*limit, sys.executable, "-m", "warpfit_server", "--port", "0"]
-        self.process = subprocess.Popen(
-            [*command, "--devices", devices, *flags],
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env={**os.environ, **environment},
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": self._log, "text": True}
+        words, environment = [*command, "--devices", devices, *flags], {**os.environ, **environment}
+        self.process = subprocess.Popen(words, env=environment, **pipes)
         assert self.process.stdout is not None
         self.banner = self.process.stdout.readline()
         if "listening on" not in self.banner:
@@ -50,17 +44,21 @@ class ServerProcess:
         #: What the start-up line says: health and metrics ports among others.
         self.facts = {name: value for name, _, value in named if value}
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self):
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
+    def _children(self, module: str, place: int) -> dict[int, psutil.Process]:
+        """Children that run a module, by their numbers, which stand among their arguments."""
+        children = psutil.Process(self.process.pid).children()
+        found = [child for child in children if runs(child, module)]
+        return {int(child.cmdline()[place]): child for child in found}
+
     def engines(self) -> dict[int, psutil.Process]:
         """The engine processes that run now, by their numbers."""
-        children = psutil.Process(self.process.pid).children()
-        found = [child for child in children if runs(child, "warpfit_server.engine.loop")]
-        return {int(child.cmdline()[4]): child for child in found}
+        return self._children("warpfit_server.engine.loop", 4)
 
     def engine(self, number: int = 0, timeout: float = 30.0) -> psutil.Process:
         """The process of an engine that runs now."""
@@ -70,9 +68,8 @@ class ServerProcess:
 
     def front_ends(self) -> list[psutil.Process]:
         """The front-end processes, in the order of their numbers."""
-        children = psutil.Process(self.process.pid).children()
-        found = [child for child in children if runs(child, "warpfit_server.processes.front_end")]
-        return sorted(found, key=lambda child: int(child.cmdline()[5]))
+        found = self._children("warpfit_server.processes.front_end", 5)
+        return [found[number] for number in sorted(found)]
 
     def connections(self, process: psutil.Process) -> int:
         """Open connections of a front end to the server's port."""
@@ -123,8 +120,7 @@ class ServerProcess:
 
     def descriptors(self) -> int:
         """Open file descriptors of the main process and the front ends."""
-        processes = (psutil.Process(self.process.pid), *self.front_ends())
-        return sum(process.num_fds() for process in processes)
+        return sum(one.num_fds() for one in (psutil.Process(self.process.pid), *self.front_ends()))
 
     def stop(self) -> int:
         """SIGTERM, wait, return the exit status."""

@@ -7,6 +7,7 @@ import subprocess
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,53 +15,33 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from support.repository.deployments import (
-    CHART,
-    DEPLOY,
-    ROOT,
-    can_render,
-    check_environment,
-    check_schemas,
-    dockerfile,
-    render,
-    values,
-)
-from support.servers.metrics_page import collector
+from support.repository import deployments
+from support.repository.deployments import CHART, DEPLOY, ROOT, check_environment, render, values
 from warpfit.request import Timings
 from warpfit_server.config import Config
+from warpfit_server.dataset_store import StoreUsage
 from warpfit_server.engine.interface import COUNTERS
 from warpfit_server.logs import CALL_COUNTERS, HISTOGRAMS, CallRecord, Recorder
-from warpfit_server.metrics import GpuUsage
+from warpfit_server.metrics import GpuUsage, ServerCollector
 
 CONFIG = "deploy/prometheus/prometheus.yml"
 #: Values under which the chart is rendered.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "everything": {
-        "autoscaling.enabled": True,
-        "serviceMonitor.enabled": True,
-        "serviceMonitor.labels": {"release": "prometheus"},
-        "prometheusRule.enabled": True,
-        "tls.secretName": "tls",
-        "tls.clientCaSecretName": "ca",
-        "tokens.secretName": "tokens",
-        "cache.persistent": True,
-        "cache.storageClass": "fast",
-        "service.annotations": {"a": "b"},
-        "serviceAccount.annotations": {"a": "b"},
-        "podAnnotations": {"a": "b"},
-        "imagePullSecrets": [{"name": "registry"}],
-        "gpu.runtimeClassName": "nvidia",
-        "nodeSelector": {"gpu": "h200"},
+        **{f"{name}.enabled": True for name in ("autoscaling", "serviceMonitor", "prometheusRule")},
+        **{f"{name}.annotations": {"a": "b"} for name in ("service", "serviceAccount")},
+        **{"podAnnotations": {"a": "b"}, "serviceMonitor.labels": {"release": "prometheus"}},
+        **{"tls.secretName": "tls", "tls.clientCaSecretName": "ca", "tokens.secretName": "tokens"},
+        **{"cache.persistent": True, "cache.storageClass": "fast"},
+        **{"imagePullSecrets": [{"name": "registry"}], "gpu.runtimeClassName": "nvidia"},
+        **{"nodeSelector": {"gpu": "h200"}, "affinity": {"nodeAffinity": {}}},
         "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
-        "affinity": {"nodeAffinity": {}},
     },
 }
 
 
 # ------------------------------------------------------------------------------------- metrics
-
-
 def exported() -> set[str]:
     """Every series name that a server with a GPU can export."""
     recorder = Recorder()
@@ -70,10 +51,18 @@ def exported() -> set[str]:
     totals = recorder.totals()
     assert {name for name, _ in totals.counts} == set(CALL_COUNTERS)
     assert {name for name, _ in totals.histograms} == set(HISTOGRAMS)
-    page = collector(
-        dict.fromkeys(COUNTERS, 1.0), gpus=[GpuUsage("0", "H200", 1, 1, 1.0)], recorder=recorder
+    one = SimpleNamespace
+    supervisors = [one(device=one(label="cuda:0"), counters=dict.fromkeys(COUNTERS, 1.0))]
+    serving, engine = one(serving={"cuda:0"}), one(label="cuda:0", probe_seconds=0.5)
+    restarts = {("cuda:0", "hung"): 2}
+    server = one(
+        **{"recorder": recorder, "config": Config(max_resident_bytes=1000)},
+        engines=one(engine="cuda", restarts=restarts, supervisors=supervisors),
+        datasets=one(usage=lambda: StoreUsage(1, 100, 3)),
+        watchdog=one(readiness=serving, engines=[engine]),
+        **{"processes": lambda: {"main": 1}, "quotas": one(work=lambda: [0])},
     )
-    families = list(page.collect())
+    families = [*ServerCollector(server, lambda: [GpuUsage("0", "H200", 1, 1, 1.0)]).collect()]
     assert all(family.samples for family in families)
     return {sample.name for family in families for sample in family.samples}
 
@@ -98,9 +87,9 @@ def test_queries_ask_for_metrics_that_there_are_and_the_dashboard_shows_all():
     adapter = (CHART / "adapter-rules.yaml").read_text()
     asked = metrics_in([*dashboard(), *(rule["expr"] for rule in rules()), adapter])
     assert asked - exported() - {"warpfit_queue_seconds_mean"} == set()
+    pages = exported(), metrics_in(dashboard())
     families, shown = (
-        {re.sub("_(bucket|sum|count)$", "", name) for name in names}
-        for names in (exported(), metrics_in(dashboard()))
+        {re.sub("_(bucket|sum|count)$", "", name) for name in page} for page in pages
     )
     assert families - shown == set()
 
@@ -123,8 +112,6 @@ def test_each_alert_has_a_case():
 
 
 # --------------------------------------------------------------------------------------- chart
-
-
 def container_of(manifests) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """The variables of the server, and the volumes of its pod."""
     (found,) = (m for m in manifests if m["kind"] == "StatefulSet")
@@ -132,7 +119,7 @@ def container_of(manifests) -> tuple[dict[str, str], list[dict[str, Any]]]:
     return {e["name"]: e["value"] for e in pod["containers"][0]["env"]}, pod["volumes"]
 
 
-@pytest.mark.skipif(not can_render(), reason="needs helm or go")
+@pytest.mark.skipif(not deployments.can_render(), reason="needs helm or go")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_chart_asks_for_tls_and_tokens_and_sets_what_the_server_knows(variant):
     manifests = render(VARIANTS[variant])
@@ -143,20 +130,19 @@ def test_the_chart_asks_for_tls_and_tokens_and_sets_what_the_server_knows(varian
     for name in ("tls", "tokens"):
         (mode,) = (v["secret"]["defaultMode"] for v in volumes if v["name"] == name)
         assert mode & 0o027 == 0  # as `warpfit.transport.connection.check_secret` demands
-    Config.from_arguments([], environment).check_exposure()
-    check_environment(environment)
+    check_environment(environment).check_exposure()
     pytest.importorskip("kubernetes_validate")
-    check_schemas(manifests)
+    deployments.check_schemas(manifests)
 
 
-@pytest.mark.skipif(not can_render(), reason="needs helm or go")
+@pytest.mark.skipif(not deployments.can_render(), reason="needs helm or go")
 def test_the_chart_refuses_what_is_open_by_accident():
     changes, consent = {"tls.secretName": ""}, "insecure.plainText"
     with pytest.raises(AssertionError, match=consent):
         render(changes)
     environment, _ = container_of(render({**changes, consent: True}))
     assert "WARPFIT_INSECURE" in environment
-    Config.from_arguments([], environment).check_exposure()
+    check_environment(environment).check_exposure()
 
 
 def test_the_schema_of_the_values_knows_them_all_and_no_others():
@@ -172,16 +158,16 @@ def test_the_schema_of_the_values_knows_them_all_and_no_others():
 
 
 # ------------------------------------------------------------------------- compose, image, unit
-
-
 def test_the_server_knows_the_settings_of_compose_image_and_unit():
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    image = deployments.image_settings()[0]
+    unit = re.sub("(?m)^#.*", "", (DEPLOY / "systemd/warpfit.service").read_text())
+    check_environment(image)
     for name in ("warpfit-gpu", "warpfit-cpu"):
-        check_environment(services[name]["environment"])
+        check_environment({**image, **services[name]["environment"]}).check_exposure()
+    check_environment(dict(re.findall(r"(WARPFIT_\w+)=(\S+)", unit))).check_exposure()
     for service in services.values():
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
-    for text in (dockerfile(), (DEPLOY / "systemd/warpfit.service").read_text()):
-        check_environment(dict(re.findall(r"(WARPFIT_\w+)=(\S+)", re.sub("(?m)^#.*", "", text))))
 
 
 @pytest.mark.parametrize("variant", ["server", "cuda12", "cuda13"])

@@ -4,8 +4,6 @@ A folder imports those that stand before it in its list. A module at the top of 
 `warpfit_server.server`, assembles what is below and may import everything.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -15,10 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = {
-    "warpfit": ROOT / "client" / "warpfit",
-    "warpfit_server": ROOT / "server" / "warpfit_server",
-}
+PACKAGES = {"warpfit": ROOT / "client/warpfit", "warpfit_server": ROOT / "server/warpfit_server"}
 #: Each folder imports folders that stand before it; a file stands for itself.
 ORDERS = {
     "warpfit_server": "shared_batch limits machine compile_cache logs config tenants admission ipc "
@@ -30,17 +25,13 @@ ORDERS = {
 }
 
 
-def modules() -> dict[str, Path]:
-    """All modules by name, without the generated ones."""
-    found = {}
-    for package, folder in PACKAGES.items():
-        for path in folder.rglob("*.py"):
-            parts = (package, *path.relative_to(folder).with_suffix("").parts)
-            found[".".join(parts).removesuffix(".__init__")] = path
-    return {name: path for name, path in found.items() if ".v1" not in name}
-
-
-MODULES = modules()
+#: All modules by name, without the generated ones.
+MODULES: dict[str, Path] = {}
+for package, folder in PACKAGES.items():
+    for path in folder.rglob("*.py"):
+        parts = package, *path.relative_to(folder).with_suffix("").parts
+        MODULES[".".join(parts).removesuffix(".__init__")] = path
+MODULES = {name: path for name, path in MODULES.items() if ".v1" not in name}
 
 
 @cache
@@ -94,14 +85,10 @@ def test_no_module_imports_itself_by_way_of_others():
 
 def test_the_client_imports_nothing_of_the_server():
     """Not even for types, or inside of functions: the server is built on the client."""
-    up = {
-        (name, node.module)
-        for name in MODULES
-        if name.split(".")[0] == "warpfit"
-        for node in ast.walk(ast.parse(MODULES[name].read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("warpfit_server")
-    }
-    assert up == set()
+    own = [name for name in MODULES if name.split(".")[0] == "warpfit"]
+    nodes = [(n, node) for n in own for node in ast.walk(ast.parse(MODULES[n].read_text()))]
+    froms = [(name, node.module or "") for name, node in nodes if isinstance(node, ast.ImportFrom)]
+    assert [each for each in froms if each[1].startswith("warpfit_server")] == []
 
 
 @pytest.mark.parametrize("package", ORDERS)
@@ -112,13 +99,9 @@ def test_imports_point_down(package):
         part = name.removeprefix(f"{package}.").split(".")[0]
         return order.index(part) if name.startswith(f"{package}.") and part in order else None
 
-    up = {
-        (name, imported)
-        for name in MODULES
-        for imported in imports(name)
-        if place(name) is not None and place(imported) is not None and place(imported) > place(name)
-    }
-    assert up == set()
+    pairs = [(name, imported) for name in MODULES for imported in imports(name)]
+    known = [pair for pair in pairs if None not in map(place, pair)]
+    assert [(name, imported) for name, imported in known if place(imported) > place(name)] == []
 
 
 def test_the_main_process_does_not_load_grpc():

@@ -1,9 +1,9 @@
 """Dependencies of the package, files of a release and of GitHub, and generated files."""
 
 import ast
-import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -11,13 +11,16 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import warpfit
+from support.random_programs import thesis_mix
 from support.repository.required_packages import required_packages
+from warpfit.expressions import reference
+from warpfit.parse import parse
 
 #: Loaded by none of the imports below: each costs tens of milliseconds or more.
 HEAVY = {
@@ -26,11 +29,16 @@ HEAVY = {
 }
 
 
+def printed(code, **options):
+    """Words that a new interpreter prints."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, **options)
+    return done.stdout.split()
+
+
 def loaded(statement):
     names = "{name.partition('.')[0] for name in sys.modules}"
-    command = [sys.executable, "-c", f"import sys; {statement}; print(*sorted({names}))"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    return {*printed(f"import sys; {statement}; print(*{names})")}
 
 
 def test_a_client_installs_fewer_than_five_packages():
@@ -53,18 +61,9 @@ def test_connecting_loads_grpc_and_no_more():
 
 
 def test_a_missing_library_says_how_to_get_it():
-    script = (
-        "import sys; sys.modules['sklearn'] = None\n"
-        "try: import warpfit.sklearn\n"
-        "except ImportError as error: print(error.__notes__)"
-    )
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "'warpfit[sklearn]'" in done.stdout
-
-
-def test_every_exported_name_exists():
-    assert all(getattr(warpfit, name) is not None for name in warpfit.__all__)
+    script = "import sys; sys.modules['sklearn'] = None\ntry: import warpfit.sklearn\n"
+    told = printed(script + "except ImportError as error: print(error.__notes__)")
+    assert "'warpfit[sklearn]'" in " ".join(told)
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "-event_engine_client"), ("x", "x")])
@@ -73,17 +72,12 @@ def test_grpcs_poller_is_chosen_before_it_is_imported(given, expected):
     if given is not None:
         environment["GRPC_EXPERIMENTS"] = given
     code = "import os, sys, warpfit; print(os.environ['GRPC_EXPERIMENTS'], 'grpc' in sys.modules)"
-    ran = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    experiments, is_imported = ran.stdout.split()
+    experiments, is_imported = printed(code, env=environment)
     assert experiments.split(",")[0] == expected
     assert is_imported == "False"
 
 
 # -------------------------------------------------------------------------------- what is published
-
-
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -108,13 +102,12 @@ def test_an_extra_brings_what_examples_use():
     known |= {"torch", "tensorboardX"}  # either writes events, where a flag asks for it
     modules = {"sympy"}
     for path in (ROOT / "client" / "examples").glob("*.py"):
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
+        for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module] if isinstance(node, ast.ImportFrom) else []
             names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
             modules |= {name.partition(".")[0] for name in names}
-    needed = modules - set(sys.stdlib_module_names)
-    assert {"scikit-learn" if name == "sklearn" else name for name in needed} <= known
+    needed = modules - set(sys.stdlib_module_names) - {"sklearn"}
+    assert {*needed, "scikit-learn"} <= known
 
 
 def test_the_version_is_in_one_place():
@@ -174,9 +167,8 @@ def test_what_contributors_read_names_what_there_is():
 
 
 def test_the_notebook_installs_extras_that_there_are():
-    notebook = json.loads((ROOT / "client" / "examples" / "colab_gpu.ipynb").read_text())
-    install = next(cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code")
-    extras = re.search(r"warpfit\[([\w,]+)\] @ git\+(\S+)\"", install)
+    notebook = (ROOT / "client" / "examples" / "colab_gpu.ipynb").read_text()
+    extras = re.search(r"warpfit\[([\w,]+)\] @ git\+([\w:/.-]+)", notebook)
     assert set(extras[1].split(",")) <= PROJECT["optional-dependencies"].keys()
     assert extras[2] == PROJECT["urls"]["Repository"]
 
@@ -200,9 +192,6 @@ def test_wheel_and_sdist_can_be_uploaded(tmp_path):
     assert not [name for name in names if "__pycache__" in name or name.startswith("dist")]
 
 
-# -------------------------------------------------------------------------------- what is generated
-
-
 PACKAGE = Path("warpfit", "v1")
 
 
@@ -210,9 +199,19 @@ def test_stubs_are_fresh(tmp_path):
     command = [sys.executable, ROOT / "proto" / "generate.py", tmp_path]
     subprocess.run(command, check=True)
     generated = {path.name: path.read_bytes() for path in (tmp_path / PACKAGE).iterdir()}
-    committed = {
-        path.name: path.read_bytes() for path in (ROOT / "client" / PACKAGE).glob("*_pb2*.py*")
-    }
-    assert set(generated) == set(committed)
-    for name, content in generated.items():
-        assert committed[name] == content, f"run python proto/generate.py: {name} is stale"
+    paths = (ROOT / "client" / PACKAGE).glob("*_pb2*.py*")
+    committed = {path.name: path.read_bytes() for path in paths}
+    assert generated == committed, "run python proto/generate.py"
+
+
+def test_the_published_expressions_are_those_of_the_benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "bench"))
+    program = runpy.run_path(str(ROOT / "tests" / "bench" / "expressions.py"))
+    published = program["FILE"].read_text().splitlines()
+    assert published == program["lines"]()
+    X = np.random.default_rng(0).uniform(0.1, 5.0, (40, 10)).T
+    with np.errstate(all="ignore"):
+        for text, drawn, parameters in zip(published, *thesis_mix(1), strict=True):
+            found = reference.evaluate_program(parse(text), X)
+            bound = reference.evaluate_program(drawn.bind(parameters), X)
+            np.testing.assert_allclose(found, bound, rtol=1e-12)

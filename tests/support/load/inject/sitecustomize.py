@@ -19,10 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 KIND, _, VALUE = os.environ.get("TEST_WARPFIT_FAULT", "").partition("=")
-#: Programs of a batch from which on it is spoilt.
-MANY = 7
-#: Variables of a data set that an engine dies of.
-FATAL_VARIABLES = 13
+#: Programs of a batch from which on it is spoilt, and variables of a data set that engines die of.
+MANY, FATAL_VARIABLES = 7, 13
 
 
 def _hang(module) -> None:
@@ -90,16 +88,10 @@ def _cut(module) -> None:
         for request in requests:
             if float(VALUE) + 1 in request.evaluation.batch.values:
                 request.connection.channel.shut()
+        return requests
 
-    def faulty(self, request):
-        cut([request])
-        return begin(self, request)
-
-    def faulty_merged(self, requests):
-        cut(requests)
-        return begin_merged(self, requests)
-
-    runner.begin, merger.begin = faulty, faulty_merged
+    runner.begin = lambda self, request: begin(self, *cut([request]))
+    merger.begin = lambda self, requests: begin_merged(self, cut(requests))
 
 
 def _compiling(module) -> None:
