@@ -399,7 +399,7 @@ _ROWS: Final = (
         derivative=("0",), latex=r"\neg {a:61}", sympy="Piecewise((1, Eq(a, 0)), (0, True))",
     ),
     Operator(
-        code=58, name="where", arity=3, numpy=lambda a, b, c: np.where(a != 0, b, c),
+        code=58, name="where", arity=3, numpy=lambda a, b, c: np.asarray(np.where(a != 0, b, c)),
         kernel="select(a != 0, b, c)",
         derivative=("0", "select(a != 0, 1, 0)", "select(a != 0, 0, 1)"),
         latex=r"\begin{{cases}} {b} & {a:41} \ne 0 \\ {c} & \text{{otherwise}} \end{{cases}}",

@@ -26,6 +26,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -286,6 +287,7 @@ class _Search:
         self._report(self._progress(None))
         if self._request.pairs and self._request.template is None:
             rows, first = self._rows, slice(0, PAIR_ROWS)
+            target = self._screening.target[first]
             self._pairing = PairSearch(
                 operators={
                     name: weight
@@ -294,9 +296,9 @@ class _Search:
                 },
                 columns=columns,
                 X=rows.variables[:, first],
-                target=self._screening.target[first],
+                target=target,
                 weights=None if rows.weights is None else self._screening.weights[first],
-                values=self._values,
+                values=partial(self._evaluated, dataset=rows, rows=len(target)),
                 admissible=self._allowed,
                 weigher=new_weigher(),
                 width=int(self._grammar[WIDTH]),
@@ -447,17 +449,12 @@ class _Search:
         own = self._rng.integers(settings.island, size=count)
         return islands * settings.island + own
 
-    def _values(self, formulas: Population) -> Steps[Floats]:
-        """Evaluate formulas without parameters on the rows of pairs, [formulas, rows]."""
-        batch = Batch(
-            formulas.codes, formulas.values, formulas.lengths,
-            parameter_counts=np.zeros(len(formulas), np.uint32), parameters=np.empty(0),
-        )  # fmt: skip
-        rows = min(PAIR_ROWS, len(self._screening.target))
-        return (yield from self._evaluated(batch, self._rows, rows))
+    def _evaluated(self, formulas: Population, dataset: Dataset, rows: int) -> Steps[Floats]:
+        """Evaluate formulas on the first rows of a data set, [formulas, rows].
 
-    def _evaluated(self, batch: Batch, dataset: Dataset, rows: int) -> Steps[Floats]:
-        """Evaluate formulas on the first rows of a data set, [formulas, rows]."""
+        They have parameters only if they are a batch.
+        """
+        batch = formulas if isinstance(formulas, Batch) else _plain(formulas)
         values = np.empty((len(batch), 1, rows))
         outputs = Outputs(values, None, self._cancelled, lambda programs: None)
         problem = Evaluation(dataset.content_id, batch, (0, rows))
@@ -573,10 +570,8 @@ class _Search:
                 codes.append(np.where(is_number, np.uint8(CONSTANT), own.codes))
                 values.append(filled)
                 lengths += part_lengths(self._grammar, own.codes)
-            parts = Batch(
-                np.concatenate(codes), np.concatenate(values), np.array(lengths, np.uint32),
-                parameter_counts=np.zeros(len(lengths), np.uint32), parameters=np.empty(0),
-            )  # fmt: skip
+            tokens = np.concatenate(codes), np.concatenate(values)
+            parts = _plain(Population(*tokens, np.array(lengths, np.uint32)))
         return SearchProgress(
             front=Front(self._batch_of(found), sizes, losses, parts),
             seconds=time.monotonic() - self._began,
@@ -867,3 +862,9 @@ class _Search:
             threads=self._engine.threads,
         )
         return (yield from optimize(FitRequest(problem, settings), context))
+
+
+def _plain(formulas: Population) -> Batch:
+    """Return formulas without parameters as a batch."""
+    counts, tokens = np.zeros(len(formulas), np.uint32), (formulas.codes, formulas.values)
+    return Batch(*tokens, formulas.lengths, parameter_counts=counts, parameters=np.empty(0))

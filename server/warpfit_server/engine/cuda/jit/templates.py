@@ -160,11 +160,28 @@ class _Converter:
         self.known: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def convert(self, blocks: list[_Block]) -> Template:
+        by_label = {block.label: block for block in blocks}
+        order: list[_Block] = []  # of the blocks that can be reached, last one first
+        is_done: dict[str, bool] = {}
+
+        def visit(label: str) -> None:
+            if label in is_done:
+                if not is_done[label]:
+                    raise NotInlinableError("a loop")
+                return
+            is_done[label] = False
+            for target, _, _ in by_label[label].jumps:
+                if target:
+                    visit(target)
+            is_done[label] = True
+            order.append(by_label[label])
+
+        visit(blocks[0].label)
         arriving: dict[str, list[tuple[Condition, dict[str, Operand]]]] = {
             blocks[0].label: [(ALWAYS, {})]
         }
         results: list[tuple[Condition, dict[str, Operand]]] = []
-        for block in _forward_order(blocks):
+        for block in reversed(order):
             condition, values = self._merge(arriving.pop(block.label))
             for line in block.lines:
                 self._execute(line, values)
@@ -221,19 +238,14 @@ class _Converter:
                     ]
                     terms.append(joined("and.pred", literals))
                 predicate, pair = joined("or.pred", terms), (value, other[name])
-                kind = self._kind(*pair) or _class_of(name)
+                made = [v - self.arity for v in pair if isinstance(v, int) and v >= self.arity]
+                kind = self.instructions[made[0]].kind if made else _class_of(name)
                 if kind == "p":
                     raise NotInlinableError("a predicate that depends on the path")
                 opcode = f"selp.{CLASSES[kind]}"
                 merged[name] = self._emit(opcode, kind, [*map(_bits, pair), predicate])
             condition, values = _either(condition, other_condition), merged
         return condition, values
-
-    def _kind(self, *values: Operand) -> str:
-        for value in values:
-            if isinstance(value, int) and value >= self.arity:
-                return self.instructions[value - self.arity].kind
-        return ""
 
     def _execute(self, line: str, values: dict[str, Operand]) -> None:
         load = _LOAD.match(line)
@@ -326,28 +338,6 @@ class _Converter:
             self.known[key] = self.arity + len(self.instructions)
             self.instructions.append(Instruction(key[0], kind, key[1]))
         return self.known[key]
-
-
-def _forward_order(blocks: list[_Block]) -> list[_Block]:
-    """Return the blocks that can be reached in topological order."""
-    by_label = {block.label: block for block in blocks}
-    order: list[_Block] = []
-    state: dict[str, bool] = {}
-
-    def visit(label: str) -> None:
-        if label in state:
-            if not state[label]:
-                raise NotInlinableError("a loop")
-            return
-        state[label] = False
-        for target, _, _ in by_label[label].jumps:
-            if target:
-                visit(target)
-        state[label] = True
-        order.append(by_label[label])
-
-    visit(blocks[0].label)
-    return order[::-1]
 
 
 def _class_of(register: str) -> str:

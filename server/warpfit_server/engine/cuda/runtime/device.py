@@ -333,7 +333,21 @@ class CudaDevice:
         cache_directory: Path | None = None,
         share: float = 1.0,
     ) -> None:
-        self.cupy = _import_cupy()
+        try:
+            import cupy
+        except ImportError as error:
+            raise UnavailableError(
+                "CuPy is not installed",
+                "NO_CUPY",
+                "pip install '.[cuda13]' (or cuda12), or run with --devices cpu",
+            ) from error
+        except OSError as error:  # CuPy creates its cache directory on import
+            raise UnavailableError(
+                f"CuPy cannot be loaded: {error}",
+                "NO_CUPY",
+                "Let --cache-dir name a directory that can be written, or run with --devices cpu",
+            ) from error
+        self.cupy = cupy
         self.cache_directory = cache_directory or default_cache_directory()
         check_private(self.cache_directory)
         runtime = self.cupy.cuda.runtime
@@ -544,21 +558,3 @@ class PageLocks:
             except Exception as error:  # the driver has failed, and requests say so
                 _LOG.warning("memory was not locked or unlocked: %s", error)
             del work  # else the memory stays mapped
-
-
-def _import_cupy() -> Any:
-    try:
-        import cupy
-    except ImportError as error:
-        raise UnavailableError(
-            "CuPy is not installed",
-            "NO_CUPY",
-            "pip install '.[cuda13]' (or cuda12), or run with --devices cpu",
-        ) from error
-    except OSError as error:  # CuPy creates its cache directory on import
-        raise UnavailableError(
-            f"CuPy cannot be loaded: {error}",
-            "NO_CUPY",
-            "Let --cache-dir name a directory that can be written, or run with --devices cpu",
-        ) from error
-    return cupy
