@@ -89,11 +89,8 @@ class Program:
         except InvalidArgumentError as error:
             raise ProgramError(error.message, error.reason, error.remedy, "values") from error
         except (TypeError, ValueError, OverflowError) as error:
-            problem, remedy = (
-                f"the tokens are no numbers: {error}",
-                "Parse texts with warpfit.parse",
-            )
-            raise ProgramError(problem, "BAD_TOKENS", remedy) from error
+            what = f"the tokens are no numbers: {error}"
+            raise ProgramError(what, "BAD_TOKENS", "Parse texts with warpfit.parse") from error
         value_array = np.array(numbers, np.float64, ndmin=1)
         if value_array.shape != code_array.shape or code_array.ndim != 1:
             raise ProgramError("codes and values differ in length", "LENGTH_MISMATCH")

@@ -1,6 +1,6 @@
 """Writes the instructions that come with the sources; see `engine.native.numba_cache`.
 
-After any change, be it of a comment, of a file that `_sources` of `compile_cache` lists::
+After any change, be it of a comment, of a file that `source_fingerprint` of `compile_cache` hashes::
 
     python -m warpfit_server.write_instructions
 """

@@ -302,6 +302,8 @@ class _Driver:
             running = self._all.running
             if running.any():
                 self._select(np.flatnonzero(running), self._all.only(running))
+            del own
+        del small  # with what the engine holds for it
         if self._active.running.any():
             yield from self._evaluate_first()
         if (yield from self._is_undefined()):

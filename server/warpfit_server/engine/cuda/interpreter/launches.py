@@ -651,8 +651,7 @@ def _join_parts(driver: Any, stream: int, kernels: Any, batch: Any, parts: Any) 
 def launch_lowering(driver: Any, stream: int, kernels: Any, batch: Any) -> int:
     """Launch the lowering of a batch that has been uploaded; return the driver's status.
 
-    A small batch is divided among more blocks than it needs. ``batch`` is a record of
-    `launches.BATCH`.
+    A small batch is divided among more blocks than it needs. ``batch`` is a record of `BATCH`.
     """
     one, blocks = batch[0], kernels.resident_warps // _WARPS_A_BLOCK
     share = min(LOWER_THREADS, -(-one.count // blocks))
