@@ -80,7 +80,22 @@ class Program:
 
     def __init__(self, codes: ArrayLike, values: ArrayLike = ()) -> None:
         """Copy and validate the tokens; text is refused, which `warpfit.parse` reads."""
-        code_array, value_array = _token_arrays(codes, values)
+        try:
+            if isinstance(codes, str):
+                raise TypeError(f"{codes[:100]!r} is a text")
+            given = np.array(codes, ndmin=1)
+            code_array = given.astype(np.uint8)
+            numbers = real_numbers(values, "values", place="token")
+        except InvalidArgumentError as error:
+            raise ProgramError(error.message, error.reason, error.remedy, "values") from error
+        except (TypeError, ValueError, OverflowError) as error:
+            what = f"the tokens are no numbers: {error}"
+            raise ProgramError(what, "BAD_TOKENS", "Parse texts with warpfit.parse") from error
+        value_array = np.array(numbers, np.float64, ndmin=1)
+        if value_array.shape != code_array.shape or code_array.ndim != 1:
+            raise ProgramError("codes and values differ in length", "LENGTH_MISMATCH")
+        if (code_array != given).any():
+            raise ProgramError("a code is no whole number from 0 to 255", "BAD_TOKENS")
         starts = np.array([0, len(code_array)])
         if not are_well_formed(code_array, value_array, starts, starts[1:]):
             check_structure(code_array, value_array, starts)
@@ -380,29 +395,6 @@ class Program:
 
     def _repr_latex_(self) -> str:
         return f"${self.latex()}$"
-
-
-def _token_arrays(
-    codes: ArrayLike, values: ArrayLike
-) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
-    try:
-        if isinstance(codes, str):
-            raise TypeError(f"{codes[:100]!r} is a text")
-        given = np.array(codes, ndmin=1)
-        code_array = given.astype(np.uint8)
-        numbers = real_numbers(values, "values", place="token")
-    except InvalidArgumentError as error:
-        raise ProgramError(error.message, error.reason, error.remedy, "values") from error
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ProgramError(
-            f"the tokens are no numbers: {error}", "BAD_TOKENS", "Parse texts with warpfit.parse"
-        ) from error
-    value_array = np.array(numbers, np.float64, ndmin=1)
-    if value_array.shape != code_array.shape or code_array.ndim != 1:
-        raise ProgramError("codes and values differ in length", "LENGTH_MISMATCH")
-    if (code_array != given).any():
-        raise ProgramError("a code is no whole number from 0 to 255", "BAD_TOKENS")
-    return code_array, value_array
 
 
 # ------------------------------------------------------------------------------------ many programs
@@ -740,7 +732,15 @@ def are_well_formed(
     The result is False, too, where an index is -0.0, which the checks accept. Without ``counts``
     parameters may have any index.
     """
-    if not lengths.all() or not _stacks_balance(codes, starts):
+    if not lengths.all():
+        return False
+    # Every operator finds its operands, and each program leaves one value. Each program but the
+    # first begins by removing the value of the one before, so that heights are its own, up to the
+    # first program that leaves another number of values.
+    height = _HEIGHT_CHANGES.take(codes)
+    height[starts[1:-1]] -= 1
+    np.add.accumulate(height, out=height)
+    if height.min() < 1 or (height[starts[1:] - 1] != 1).any():
         return False
     # The bits of floats from 0 on, read as integers, are ordered as the floats are, and lie below
     # those of all negative floats and NaN.
@@ -764,16 +764,6 @@ def needed_parameters(codes: Codes, values: Values, starts: Starts) -> NDArray[n
     highest = np.where(codes == PARAMETER, values, -1.0)
     with np.errstate(invalid="ignore"):  # a constant may be a signaling NaN
         return np.asarray(np.maximum.reduceat(highest, starts[:-1]) + 1.0)
-
-
-def _stacks_balance(codes: Codes, starts: Starts) -> bool:
-    """Return whether every operator finds its operands and each program leaves one value."""
-    height = _HEIGHT_CHANGES.take(codes)
-    # Each program but the first begins by removing the value of the one before, so that heights
-    # are its own, up to the first program that leaves another number of values.
-    height[starts[1:-1]] -= 1
-    np.add.accumulate(height, out=height)
-    return bool(height.min() >= 1 and (height[starts[1:] - 1] == 1).all())
 
 
 def check_structure(codes: Codes, values: Values, starts: Starts) -> None:
@@ -802,14 +792,10 @@ def check_structure(codes: Codes, values: Values, starts: Starts) -> None:
         lambda value, _: f"{value} is not an index",
         "Variables and parameters carry a whole number from 0",
     )
-    _check_stacks(codes, starts, check)
-
-
-def _check_stacks(codes: Codes, starts: Starts, check: _TokenCheck) -> None:
     change = _HEIGHT_CHANGES[codes]
     height = np.cumsum(change)
     first, last = starts[:-1], starts[1:] - 1
-    height -= np.repeat(height[first] - change[first], np.diff(starts))
+    height -= np.repeat(height[first] - change[first], lengths)
     check(
         height < 1,
         "STACK_UNDERFLOW",

@@ -193,58 +193,32 @@ class TargetStatistics:
         """Compute the statistics of these names, with a pause between blocks of rows."""
         for name in names:
             if name not in vars(self):
-                found = yield from getattr(self, f"_{name}")()
-                vars(self)[name] = found
+                vars(self)[name] = yield from self._computed(name)
 
     @cached_property
     def weight(self) -> float:
         """Sum of the weights, in float64; NaN if it overflows."""
-        return _last(self._weight())
-
-    def _weight(self) -> Generator[None, None, float]:
-        if self.weights is None:
-            return float(len(self.target))
-        return _nan_if_overflown((yield from self._sum(lambda y, w: w)))
+        return _last(self._computed("weight"))
 
     @cached_property
     def rows(self) -> int:
         """Number of the rows that have a weight."""
-        return round(_last(self._rows()))
-
-    def _rows(self) -> Generator[None, None, float]:
-        if self.weights is None:
-            return len(self.target)
-        return round((yield from self._sum(lambda y, w: np.ones(len(w)))))
+        return round(_last(self._computed("rows")))
 
     @cached_property
     def squares(self) -> float:
         """Sum of w y^2 in float64, without what is NaN."""
-        return _last(self._squares())
-
-    def _squares(self) -> Generator[None, None, float]:
-        def term(y: Floats, w: Floats) -> Floats:
-            each = w * np.square(y)
-            return np.where(np.isnan(each), 0.0, each)
-
-        return (yield from self._sum(term))
+        return _last(self._computed("squares"))
 
     @cached_property
     def largest(self) -> float:
         """Largest abs(y); NaN if any y is."""
-        return _last(self._largest())
-
-    def _largest(self) -> Generator[None, None, float]:
-        return (yield from self._sum(lambda y, w: np.abs(y), np.max))
+        return _last(self._computed("largest"))
 
     @cached_property
     def mean(self) -> float:
         """Weighted mean of the finite y; 0 if there is none."""
-        return _last(self._mean())
-
-    def _mean(self) -> Generator[None, None, float]:
-        weight = yield from self._sum(lambda y, w: w[np.isfinite(y)])
-        total = yield from self._sum(lambda y, w: (w * y)[np.isfinite(y)])
-        return total / weight if weight else 0.0
+        return _last(self._computed("mean"))
 
     @cached_property
     def variation(self) -> float:
@@ -252,9 +226,26 @@ class TargetStatistics:
 
         It is NaN if it overflows, because a quotient by infinity would say that nothing is left.
         """
-        return _last(self._variation())
+        return _last(self._computed("variation"))
 
-    def _variation(self) -> Generator[None, None, float]:
+    def _computed(self, name: str) -> Generator[None, None, float]:
+        """Compute one of the statistics above."""
+        if name == "weight":
+            if self.weights is None:
+                return float(len(self.target))
+            return _nan_if_overflown((yield from self._sum(lambda y, w: w)))
+        if name == "rows":
+            if self.weights is None:
+                return len(self.target)
+            return round((yield from self._sum(lambda y, w: np.ones(len(w)))))
+        if name == "squares":
+            return (yield from self._sum(lambda y, w: w * np.square(y), np.nansum))
+        if name == "largest":
+            return (yield from self._sum(lambda y, w: np.abs(y), np.max))
+        if name == "mean":
+            weight = yield from self._sum(lambda y, w: w[np.isfinite(y)])
+            total = yield from self._sum(lambda y, w: (w * y)[np.isfinite(y)])
+            return total / weight if weight else 0.0
         yield from self.steps("weight")
         # The first y is subtracted, so that a large mean costs no digits.
         origin: float | None = None

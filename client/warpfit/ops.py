@@ -198,26 +198,6 @@ class Operator:
         return self.cuda_fast or self.cuda_precise
 
 
-def _logistic(a: Array) -> Array:
-    small = np.exp(-np.abs(a))
-    return np.where(a < 0, small, 1.0) / (1.0 + small)
-
-
-def _exact_logistic() -> str:
-    """Return a kernel that takes off the quotient q what rounding 1 + exp(-|a|) puts into it.
-
-    Of 2.5 units in the last place 1.5 are left.
-    """
-    small = "exp(-abs(a))"
-    total = f"(1 + {small})"
-    q = f"(select(a < 0, {small}, 1) / {total})"
-    return f"{q} - {q} * ({small} - ({total} - 1)) * select(a < 0, 1 - {q}, {q})"
-
-
-def _where(a: Array, b: Array, c: Array) -> Array:
-    return np.where(a != 0, b, c)
-
-
 def _logical(function: np.ufunc) -> Callable[..., Array]:
     """Return a function of NumPy with the results 1.0 and 0.0 instead of True and False."""
     return lambda *operands: np.asarray(function(*operands), dtype=np.float64)
@@ -244,6 +224,14 @@ def _function(
     return Operator(arity=len(derivative), **same, **(usual | fields))  # type: ignore[arg-type]
 
 
+_TOTAL: Final = "(1 + exp(-abs(a)))"
+_QUOTIENT: Final = f"(select(a < 0, exp(-abs(a)), 1) / {_TOTAL})"
+#: A kernel that takes off the quotient what rounding 1 + exp(-|a|) puts into it: of 2.5 units in
+#: the last place 1.5 are left.
+_EXACT_LOGISTIC: Final = (
+    f"{_QUOTIENT} - {_QUOTIENT} * (exp(-abs(a)) - ({_TOTAL} - 1)) * "
+    f"select(a < 0, 1 - {_QUOTIENT}, {_QUOTIENT})"
+)
 _CIRCULAR: Final = "radians; NaN at ±inf"
 _ROWS: Final = (
     # Arithmetic
@@ -411,7 +399,7 @@ _ROWS: Final = (
         derivative=("0",), latex=r"\neg {a:61}", sympy="Piecewise((1, Eq(a, 0)), (0, True))",
     ),
     Operator(
-        code=58, name="where", arity=3, numpy=_where,
+        code=58, name="where", arity=3, numpy=lambda a, b, c: np.asarray(np.where(a != 0, b, c)),
         kernel="select(a != 0, b, c)",
         derivative=("0", "select(a != 0, 1, 0)", "select(a != 0, 0, 1)"),
         latex=r"\begin{{cases}} {b} & {a:41} \ne 0 \\ {c} & \text{{otherwise}} \end{{cases}}",
@@ -462,9 +450,10 @@ _ROWS: Final = (
     ),
     # Statistics and learning
     Operator(
-        code=64, name="logistic", arity=1, numpy=_logistic,
+        code=64, name="logistic", arity=1,
+        numpy=lambda a: np.where(a < 0, (small := np.exp(-np.abs(a))), 1.0) / (1.0 + small),
         kernel="select(a < 0, exp(-abs(a)), 1) / (1 + exp(-abs(a)))",
-        cpu=_exact_logistic(),
+        cpu=_EXACT_LOGISTIC,
         cuda_fast="__fdividef(1.0f, 1.0f + __expf(-a))",
         derivative=("exp(-abs(a)) / ((1 + exp(-abs(a))) * (1 + exp(-abs(a))))",),
         latex=r"\sigma\left({a}\right)", sympy="1 / (1 + exp(-a))",
@@ -558,14 +547,8 @@ OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType({row.name: row for r
 BY_CODE: Final[Mapping[int, Operator]] = MappingProxyType({op.code: op for op in _ROWS})
 
 
-def _arities() -> NDArray[np.int8]:
-    arities = np.full(256, -1, dtype=np.int8)
-    arities[[VARIABLE, PARAMETER, CONSTANT]] = 0
-    for row in _ROWS:
-        arities[row.code] = row.arity
-    arities.setflags(write=False)
-    return arities
-
-
 #: Arity for each token code, shape [256], int8; leaves have 0, invalid codes have -1.
-ARITIES: Final = _arities()
+ARITIES: Final = np.full(256, -1, dtype=np.int8)
+ARITIES[[VARIABLE, PARAMETER, CONSTANT]] = 0
+ARITIES[[row.code for row in _ROWS]] = [row.arity for row in _ROWS]
+ARITIES.setflags(write=False)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -155,9 +156,11 @@ class Units:
         ):
             if array is None:
                 continue
-            if array.shape != shape or not np.isfinite(array).all():
+            is_finite = bool(np.isfinite(array).all())
+            if array.shape != shape or not is_finite:
+                given = f"{_times(array.shape)} numbers{'' if is_finite else ', some not finite'}"
                 raise InvalidArgumentError(
-                    f"the units' {name} are {_shaped(array)}, not {_times(shape)} finite numbers",
+                    f"the units' {name} are {given}, not {_times(shape)} finite numbers",
                     "BAD_UNITS",
                     f"Give the exponents of {BASE_UNITS} base units",
                     "units",
@@ -372,7 +375,19 @@ class SearchRequest:
         """
         check_rows(self.row_range(layout), layout)
         check_target(layout, "the search")
-        self._check_budget()
+        if not 0.0 <= self.max_seconds < math.inf:
+            raise bad_setting("max_seconds", self.max_seconds, "a finite number of seconds")
+        for name in ("max_generations", "max_formulas", "idle_generations"):
+            _check_number(name, getattr(self, name), 0, _UINT64)
+        if not (self.max_seconds or self.max_generations or self.max_formulas):
+            raise InvalidArgumentError(
+                "the search has no budget, so it would never end",
+                "BUDGET_MISSING",
+                "Give seconds, generations or formulas, more than 0 of them",
+                "max_seconds",
+            )
+        if math.isnan(self.target_loss):
+            raise bad_setting("target_loss", self.target_loss, "a number")
         for name, least, most in (
             ("screening_rows", 1, _UINT64),
             ("islands", 0, _MOST_ISLANDS),
@@ -427,21 +442,6 @@ class SearchRequest:
                 wanted += f"1 to {_MOST_OPERANDS} operands, without parameters"
                 raise bad_setting(f"the definition of {name}", str(program)[:200], wanted)
 
-    def _check_budget(self) -> None:
-        if not 0.0 <= self.max_seconds < math.inf:
-            raise bad_setting("max_seconds", self.max_seconds, "a finite number of seconds")
-        for name in ("max_generations", "max_formulas", "idle_generations"):
-            _check_number(name, getattr(self, name), 0, _UINT64)
-        if not (self.max_seconds or self.max_generations or self.max_formulas):
-            raise InvalidArgumentError(
-                "the search has no budget, so it would never end",
-                "BUDGET_MISSING",
-                "Give seconds, generations or formulas, more than 0 of them",
-                "max_seconds",
-            )
-        if math.isnan(self.target_loss):
-            raise bad_setting("target_loss", self.target_loss, "a number")
-
     def _check_variables(self, layout: Layout) -> None:
         if self.group is not None and not 0 <= self.group < layout.variables:
             raise InvalidArgumentError(
@@ -450,50 +450,69 @@ class SearchRequest:
                 f"Give a column from 0 to {layout.variables - 1}",
                 "group",
             )
-        _check_columns(self.columns(layout), layout.variables, self.group, "variables")
-
-    def _check_guesses(self, guesses: Batch, layout: Layout) -> None:
-        if self.template is not None or self.definitions:
-            self._check_parts(guesses, layout)
-            return
-        guesses.check(layout.variables)
-        if guesses.vectors != 1:
-            raise bad_setting("vectors of guesses", guesses.vectors, "one vector for each guess")
-        is_variable = guesses.codes == VARIABLE
-        allowed = np.isin(guesses.values, self.columns(layout))
-        if (is_variable & ~allowed).any():
-            column = int(guesses.values[is_variable & ~allowed][0])
+        columns = self.columns(layout)
+        if not columns:
             raise InvalidArgumentError(
-                f"a guess uses column {column}, which formulas may not use",
+                "formulas may use no variable",
+                "NO_VARIABLES",
+                "Name at least one column",
+                "variables",
+            )
+        for column in columns:
+            if not 0 <= column < layout.variables:
+                raise InvalidArgumentError(
+                    f"column {column} is out of range: "
+                    f"the data set has {layout.variables} variables",
+                    "VARIABLE_OUT_OF_RANGE",
+                    f"Use columns from 0 to {layout.variables - 1}",
+                    "variables",
+                )
+        if len(set(columns)) != len(columns):
+            raise bad_setting("variables", columns, "each column once")
+        if self.group in columns:
+            raise InvalidArgumentError(
+                f"column {self.group} is the group, which formulas do not use",
                 "CONFLICTING_SETTINGS",
-                "Add it to the variables, or leave the guess out",
-                "guesses",
+                "Leave it out of the variables, or leave the group out",
+                "variables",
             )
 
-    def _check_parts(self, guesses: Batch, layout: Layout) -> None:
-        """Check guesses that are parts of formulas, as those of a `Front`."""
+    def _check_guesses(self, guesses: Batch, layout: Layout) -> None:
+        if self.template is None and not self.definitions:
+            guesses.check(layout.variables)
+            if guesses.vectors != 1:
+                raise bad_setting(
+                    "vectors of guesses", guesses.vectors, "one vector for each guess"
+                )
+            is_variable = guesses.codes == VARIABLE
+            allowed = np.isin(guesses.values, self.columns(layout))
+            if (is_variable & ~allowed).any():
+                column = int(guesses.values[is_variable & ~allowed][0])
+                raise InvalidArgumentError(
+                    f"a guess uses column {column}, which formulas may not use",
+                    "CONFLICTING_SETTINGS",
+                    "Add it to the variables, or leave the guess out",
+                    "guesses",
+                )
+            return
+        # These guesses are parts of formulas, as those of a `Front`.
         guesses.check_shapes()
         arities = arities_of(self.template, self.definitions)
-        functions = [0]
+        columns, functions, what = self.columns(layout), [0], ""
         if self.template is not None:
             functions = [*self.template.arities, *[0] * self.template.parameters]
-        starts, what = guesses.starts, ""
         if len(guesses) % len(functions):
             what = f"{len(guesses)} parts of formulas, not some of each of {len(functions)} parts"
-        for place in range(0 if what else len(guesses)):
-            own = slice(int(starts[place]), int(starts[place + 1]))
-            codes, values = guesses.codes[own], guesses.values[own]
-            operands = arities[codes]
-            is_variable = codes == VARIABLE
-            allowed: Sequence[int] = self.columns(layout)
-            if self.template is not None:
-                allowed = range(functions[place % len(functions)])
+        for place, (start, stop) in enumerate(() if what else pairwise(guesses.starts.tolist())):
+            codes, values = guesses.codes[start:stop], guesses.values[start:stop]
+            operands, used = arities[codes], values[codes == VARIABLE]
+            own = columns if self.template is None else range(functions[place % len(functions)])
             if (
                 not len(codes)
                 or (operands < 0).any()
                 or (codes == PARAMETER).any()
                 or not _is_expression(operands)
-                or not np.isin(values[is_variable], [*allowed]).all()
+                or not np.isin(used, [*own]).all()
             ):
                 what = f"part {place} of a formula that is no expression over its own variables"
                 break
@@ -570,36 +589,6 @@ def check_operators(names: Iterable[str], field: str, known: Mapping[str, int] =
 def _check_number(name: str, value: float, least: int, most: int) -> None:
     if not least <= value <= most:
         raise bad_setting(name, value, f"a whole number from {least} to {most}")
-
-
-def _check_columns(columns: tuple[int, ...], variables: int, group: int | None, field: str) -> None:
-    """Check columns that formulas, or a function of a template, may use."""
-    if not columns:
-        raise InvalidArgumentError(
-            "formulas may use no variable", "NO_VARIABLES", "Name at least one column", field
-        )
-    for column in columns:
-        if not 0 <= column < variables:
-            raise InvalidArgumentError(
-                f"column {column} is out of range: the data set has {variables} variables",
-                "VARIABLE_OUT_OF_RANGE",
-                f"Use columns from 0 to {variables - 1}",
-                field,
-            )
-    if len(set(columns)) != len(columns):
-        raise bad_setting(field, columns, "each column once")
-    if group in columns:
-        raise InvalidArgumentError(
-            f"column {group} is the group, which formulas do not use",
-            "CONFLICTING_SETTINGS",
-            "Leave it out of the variables, or leave the group out",
-            field,
-        )
-
-
-def _shaped(array: NDArray[np.float64]) -> str:
-    shown = f"{_times(array.shape)} numbers"
-    return shown if np.isfinite(array).all() else f"{shown}, some not finite"
 
 
 def _times(shape: tuple[int, ...]) -> str:

@@ -61,8 +61,12 @@ def default_cache_directory() -> Path:
     if named:
         return Path(named).absolute()
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The XDG Base Directory Specification has relative paths ignored.
-    return (caches if caches.is_absolute() else _home() / ".cache") / "warpfit"
+    if not caches.is_absolute():  # the XDG Base Directory Specification has such paths ignored
+        try:
+            caches = Path.home() / ".cache"
+        except RuntimeError:  # neither HOME nor an account: nowhere that this user could write
+            caches = Path("/.cache")
+    return caches / "warpfit"
 
 
 @contextmanager
@@ -160,7 +164,10 @@ def numba_directory(cache_directory: Path) -> Path:
 
 def source_fingerprint() -> str:
     """Hash everything that compiled code takes functions, constants or types from."""
-    return fingerprint(_sources())
+    server, client = Path(__file__).parent, Path(warpfit.__file__).parent
+    return fingerprint(
+        [*map(server.joinpath, _SERVER_SOURCES), *map(client.joinpath, _CLIENT_SOURCES)]
+    )
 
 
 def fingerprint(sources: Iterable[Path]) -> str:
@@ -173,19 +180,6 @@ def fingerprint(sources: Iterable[Path]) -> str:
             found.update(f"{path.relative_to(source.parent)} {len(content)} ".encode())
             found.update(content)
     return found.hexdigest()[:_FINGERPRINT_DIGITS]
-
-
-def _sources() -> Iterator[Path]:
-    """Everything that compiled code takes functions, constants or types from."""
-    yield from (Path(__file__).parent / name for name in _SERVER_SOURCES)
-    yield from (Path(warpfit.__file__).parent / name for name in _CLIENT_SOURCES)
-
-
-def _home() -> Path:
-    try:
-        return Path.home()
-    except RuntimeError:  # neither HOME nor an account: nowhere that this user could write
-        return Path("/")
 
 
 def _unwritable(directory: Path) -> str | None:
@@ -345,10 +339,24 @@ class DiskCache:
         """Write an entry, and remove the least recently used ones if the directory is too large."""
         written = write(self._path(key), content)
         with self._lock:
-            known = self._bytes
-            self._bytes = None if known is None else known + written
-            if self._bytes is None or self._bytes > self.max_bytes:
-                self._bytes = self._shrink()
+            if self._bytes is not None:
+                self._bytes += written
+                if self._bytes <= self.max_bytes:
+                    return
+            files = []
+            for path in self.directory.glob("*/*"):
+                with suppress(OSError):
+                    status = path.stat()
+                    files.append((status.st_mtime_ns, status.st_size, path))
+            total = sum(size for _, size, _ in files)
+            for _, size, path in sorted(files) if total > self.max_bytes else ():
+                if total <= self.max_bytes * _LOW_WATER:
+                    break
+                with suppress(OSError):
+                    path.unlink()
+                total -= size
+                self.counters.evictions += 1
+            self._bytes = total
 
     def _path(self, key: str) -> Path:
         return self.directory / key[:2] / key
@@ -357,22 +365,3 @@ class DiskCache:
         with self._lock:
             self.counters.misses += 1
             self.counters.damaged += damaged
-
-    def _shrink(self) -> int:
-        """Remove the least recently used files above the limit; return the remaining bytes."""
-        files = []
-        for path in self.directory.glob("*/*"):
-            with suppress(OSError):
-                status = path.stat()
-                files.append((status.st_mtime_ns, status.st_size, path))
-        total = sum(size for _, size, _ in files)
-        if total <= self.max_bytes:
-            return total
-        for _, size, path in sorted(files):
-            if total <= self.max_bytes * _LOW_WATER:
-                break
-            with suppress(OSError):
-                path.unlink()
-            total -= size
-            self.counters.evictions += 1
-        return total

@@ -61,8 +61,12 @@ class BatchSummary(NamedTuple):
         if type(batch) is SharedBatch:  # `isinstance` asks the abstract class of sequences
             return batch.summary
         lengths, codes = batch.lengths.astype(np.int64), batch.codes.tobytes()
+        # The same in all processes of a machine; the seed tells where the other arrays begin.
+        hashed = xxhash.xxh3_64(codes, seed=len(codes))
+        for array in (batch.values, batch.lengths, batch.parameter_counts):
+            hashed.update(array.data)
         return cls(
-            identity=_hash(codes, batch.values, batch.lengths, batch.parameter_counts),
+            identity=hashed.intdigest() >> 1,  # 63 bits
             longest=int(np.maximum.reduce(lengths, initial=0)),
             typical=int(lengths.dot(lengths)) // max(1, len(codes)),
             operators=sum([1 << code for code in _OPERATORS if code in codes]),
@@ -84,14 +88,6 @@ class BatchSummary(NamedTuple):
             typical=weighted // max(1, sum(tokens)),
             operators=operators,
         )
-
-
-def _hash(codes: bytes, *arrays: NDArray[Any]) -> int:
-    """Hash the arrays of programs, alike in all processes of a machine, to 63 bits."""
-    hashed = xxhash.xxh3_64(codes, seed=len(codes))  # which tells where the other arrays begin
-    for array in arrays:
-        hashed.update(array.data)
-    return hashed.intdigest() >> 1
 
 
 def contents(batch: Batch) -> tuple[bytes, ...]:

@@ -1,6 +1,6 @@
 """Writes the instructions that come with the sources; see `engine.native.numba_cache`.
 
-After any change, be it of a comment, of a file that `_sources` of `compile_cache` lists::
+After any change, even of a comment, of a file that `compile_cache.source_fingerprint` hashes::
 
     python -m warpfit_server.write_instructions
 """

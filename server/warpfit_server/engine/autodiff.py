@@ -336,7 +336,7 @@ def _propagate(state: Pass, adjoints: Any, number: int) -> None:
 @uncounted
 def _propagate_to(state: Pass, adjoints: Any, number: int, k: int) -> None:
     """Add adjoint times partial derivative to the adjoint of operand k."""
-    graph, none = state.graph, np.int64(NONE)
+    graph, none, one = state.graph, np.int64(NONE), state.one[0]
     node = graph.nodes[number]
     rule = state.rules[3 * node.code + k]
     if rule[KIND] == NOTHING:
@@ -345,26 +345,22 @@ def _propagate_to(state: Pass, adjoints: Any, number: int, k: int) -> None:
     if rule[KIND] == NEGATES:
         term = find_node(graph, np.int64(_NEGATE), term, none, none)
     elif rule[KIND] != PASSES:
-        term = _multiply_partial(state, number, term, rule)
+        first, second = _read(graph, number, rule, 0), _read(graph, number, rule, 1)
+        if rule[KIND] == COMPUTES and term != one and rule[SCALED]:
+            term = find_node(graph, rule[SCALED], term, first, second)
+        else:
+            partial = first
+            if rule[KIND] == COMPUTES:
+                third = _read(graph, number, rule, 2)
+                partial = find_node(graph, rule[ALONE], first, second, third)
+            is_one = term == one
+            term = (
+                partial if is_one else find_node(graph, np.int64(PRODUCT_CODE), term, partial, none)
+            )
     operand = node.operands[k]
     if adjoints[operand] != NONE:
         term = find_node(graph, np.int64(_ADD), adjoints[operand], term, none)
     adjoints[operand] = term
-
-
-@uncounted
-def _multiply_partial(state: Pass, number: int, adjoint: Any, rule: Any) -> Any:
-    """Return the node of adjoint times partial derivative."""
-    graph, one = state.graph, state.one[0]
-    first, second = _read(graph, number, rule, 0), _read(graph, number, rule, 1)
-    partial = first
-    if rule[KIND] == COMPUTES:
-        if adjoint != one and rule[SCALED]:
-            return find_node(graph, rule[SCALED], adjoint, first, second)
-        partial = find_node(graph, rule[ALONE], first, second, _read(graph, number, rule, 2))
-    if adjoint == one:
-        return partial
-    return find_node(graph, np.int64(PRODUCT_CODE), adjoint, partial, np.int64(NONE))
 
 
 @uncounted

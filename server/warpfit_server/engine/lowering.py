@@ -448,10 +448,16 @@ def emit_prologue(graph: Graph, scratch: Scratch, out: Lowered, header: Any) -> 
             load.value = np.int64(node.operands[0]).view(np.float64)
             header.loads += 1
             _locate_invariant(node, header)
-        elif _is_invariant(graph, node):
-            _locate_invariant(node, header)
-            _emit(graph, node, out, header)
         else:
+            is_invariant = True
+            for k in range(graph.arities[code]):
+                location = graph.nodes[node.operands[k]].location
+                if location == NONE or location & 3 != INVARIANT:
+                    is_invariant = False
+            if is_invariant:
+                _locate_invariant(node, header)
+                _emit(graph, node, out, header)
+                continue
             for k in range(graph.arities[code]):
                 graph.nodes[node.operands[k]].uses += 1
             pending = _sort_operands(graph, scratch, node)
@@ -466,15 +472,6 @@ def emit_prologue(graph: Graph, scratch: Scratch, out: Lowered, header: Any) -> 
 def _locate_invariant(node: Any, header: Any) -> None:
     node.location = header.invariants << 2 | INVARIANT
     header.invariants += 1
-
-
-@uncounted
-def _is_invariant(graph: Graph, node: Any) -> bool:
-    for k in range(graph.arities[node.code]):
-        location = graph.nodes[node.operands[k]].location
-        if location == NONE or location & 3 != INVARIANT:
-            return False
-    return True
 
 
 @uncounted

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -44,7 +45,7 @@ _RECORD_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.py_object, _WORD)
 def install(patch: pytest.MonkeyPatch) -> None:
     """Have `CudaEngine` use the host for a device until ``patch`` is undone."""
     cupy = SimpleNamespace(cuda=_cuda(), ndarray=_Array, matmul=_matmul)
-    patch.setattr(device, "_import_cupy", lambda: cupy)
+    patch.setitem(sys.modules, "cupy", cupy)
     patch.setattr(device, "driver_functions", _driver_functions)
     patch.setattr(CudaSource, "load", lambda source, _: _Module(source.source))
     patch.setattr(CompiledTier, "supports", lambda *_: False)

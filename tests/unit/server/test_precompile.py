@@ -103,7 +103,7 @@ def test_an_engine_finds_what_a_part_has_compiled(tmp_path, monkeypatch, part):
     from warpfit_server.engine.cuda.runtime.compiler import CudaSource
 
     (tmp_path / "cubin").mkdir(mode=0o700)
-    cuda._run(tmp_path / "cubin", f"90/values/{part}")
+    cuda._run(tmp_path, f"90/values/{part}")
     source = {"lowering": lowering_source, "graph kernels": graph_source}[part]()
     monkeypatch.setattr(CudaSource, "compile", lambda *_: pytest.fail("compiled again"))
     assert len(source.cached(90, tmp_path)) > 1000

@@ -636,52 +636,35 @@ def _combine(
         header = lowered.headers[program]
         entries = lowered.entries[header.first_entry : header.first_entry + header.entries]
         own = totals[starts[instance] + COLUMN_SUMS : starts[instance + 1]]
-        if context.wants_gradients:
-            mine = variable_gradients[instance * variables : (instance + 1) * variables]
-            _add_gradient(context, entries, invariants, own, gradients[first:], mine)
-        if context.wants_curvatures:
+        if context.wants_gradients:  # the sums over columns, times the factors of the entries
+            scale = 2.0 if context.is_squares else 1.0
+            for entry in entries:
+                factor = _read_factor(entry.factor, invariants, context.item_bytes)
+                total = own[entry.column]
+                if factor == 0.0 or total == 0.0:
+                    continue
+                term = scale * factor * total
+                if entry.leaf >= 0 and len(gradients):
+                    gradients[first + entry.leaf] += term
+                elif entry.leaf < 0 and len(variable_gradients):
+                    variable_gradients[instance * variables - 1 - entry.leaf] += term
+        if context.wants_curvatures:  # products of columns, times the factors of two entries each
             products, triangle = own[header.columns :], curvatures[triangles[instance] :]
-            _add_curvature(context, entries, invariants, products, header.columns, triangle)
+            for one in entries:
+                p = one.leaf
+                a = _read_factor(one.factor, invariants, context.item_bytes)
+                if p < 0 or a == 0.0:
+                    continue
+                for other in entries:
+                    q = other.leaf
+                    if q < 0 or q > p:
+                        continue
+                    b = _read_factor(other.factor, invariants, context.item_bytes)
+                    i, j = one.column, other.column
+                    product = products[max(i, j) * header.columns + min(i, j)]
+                    if b != 0.0 and product != 0.0:
+                        triangle[p * (p + 1) // 2 + q] += a * b * product
     array[0] = 0  # it lives until here
-
-
-@inlined
-def _add_gradient(
-    context: Any, entries: Any, invariants: int, own: Any, gradients: Any, variable_gradients: Any
-) -> None:
-    """Add an instance's sums over columns, times the factors of its entries."""
-    scale = 2.0 if context.is_squares else 1.0
-    for entry in entries:
-        factor = _read_factor(entry.factor, invariants, context.item_bytes)
-        total = own[entry.column]
-        if factor == 0.0 or total == 0.0:
-            continue
-        term = scale * factor * total
-        if entry.leaf >= 0 and len(gradients):
-            gradients[entry.leaf] += term
-        elif entry.leaf < 0 and len(variable_gradients):
-            variable_gradients[-1 - entry.leaf] += term
-
-
-@inlined
-def _add_curvature(
-    context: Any, entries: Any, invariants: int, products: Any, columns: int, triangle: Any
-) -> None:
-    """Add an instance's products of columns, times the factors of two entries each."""
-    for first in entries:
-        p = first.leaf
-        a = _read_factor(first.factor, invariants, context.item_bytes)
-        if p < 0 or a == 0.0:
-            continue
-        for second in entries:
-            q = second.leaf
-            if q < 0 or q > p:
-                continue
-            b = _read_factor(second.factor, invariants, context.item_bytes)
-            i, j = first.column, second.column
-            product = products[max(i, j) * columns + min(i, j)]
-            if b != 0.0 and product != 0.0:
-                triangle[p * (p + 1) // 2 + q] += a * b * product
 
 
 # -------------------------------------------------------------------------- custom losses, compiled

@@ -400,16 +400,11 @@ def _between(edges: NDArray[np.int64]) -> NDArray[np.void]:
     return ranges
 
 
-def _weight(kernel: str) -> float:
-    """Estimate how many times as long a kernel takes as an addition does."""
-    called = {name for name in KERNEL_FUNCTIONS if re.search(rf"\b{name}\(", kernel)}
-    if called <= _CHEAP:
-        return 1.0
-    return _DEAREST if called & _SCALAR else _DEAR
-
-
 _WEIGHTS: Final = np.ones(256)
-_WEIGHTS[[row.code for row in OPERATORS.values()]] = [_weight(r.kernel) for r in OPERATORS.values()]
+for _row in OPERATORS.values():
+    _called = {name for name in KERNEL_FUNCTIONS if re.search(rf"\b{name}\(", _row.kernel)}
+    if not _called <= _CHEAP:
+        _WEIGHTS[_row.code] = _DEAREST if _called & _SCALAR else _DEAR
 
 
 def weights_of(batch: Batch) -> NDArray[np.float64]:

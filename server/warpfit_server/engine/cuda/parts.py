@@ -78,7 +78,7 @@ def begin_compiling(
 ) -> None:
     """Start so many processes at most that compile what the cache has not of the groups."""
     seconds: dict[str, dict[tuple[str, ...], float]] = {
-        _file(group, architecture): {
+        _files(architecture)[group]: {
             (f"{architecture}/{group}/{name}",): part[0]
             for name, part in (_KERNELS[group] | _HOST_CODE[group]).items()
         }
@@ -90,7 +90,7 @@ def begin_compiling(
 def compile_group(group: str, directory: Path, architecture: int, processes: int) -> None:
     """Have a group of `GROUPS` compiled into the cache by other processes; wait for it."""
     begin_compiling(directory, architecture, processes, [group])
-    numba_cache.wait(directory / "cubin", _file(group, architecture))
+    numba_cache.wait(directory / "cubin", _files(architecture)[group])
 
 
 def load_host_code(group: str) -> None:
@@ -103,31 +103,28 @@ def precompile(directory: Path, architecture: int, processes: int) -> None:
     """Compile all groups for a compute capability; otherwise as `compile_group`."""
     begin_compiling(directory, architecture, processes)
     for group in GROUPS:
-        numba_cache.wait(directory / "cubin", _file(group, architecture))
-
-
-def _file(group: str, architecture: int) -> str:
-    return f"{group}-{_fingerprint(architecture)}"
+        numba_cache.wait(directory / "cubin", _files(architecture)[group])
 
 
 @functools.cache
-def _fingerprint(architecture: int) -> str:
-    """Return a hash of all that the code of all groups depends on."""
+def _files(architecture: int) -> dict[str, str]:
+    """Return a name for each group, with a hash of all that the code of all groups depends on."""
     sources = [source() for group in _KERNELS.values() for _, source in group.values()]
     host = numba_cache.default_directory().name, numba_cache.host_tag()
     text = "\0".join([*host, *(word for source in sources for word in source.key(architecture))])
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return {group: f"{group}-{hashlib.sha256(text.encode()).hexdigest()[:32]}" for group in GROUPS}
 
 
-def _run(place: Path, name: str) -> None:
-    """Compile the part ``architecture/group/name`` for the cache of which a folder is given."""
+def _run(directory: Path, name: str) -> None:
+    """Compile the part ``architecture/group/name`` for a cache directory."""
     architecture, group, part = name.split("/")
     if part in _HOST_CODE[group]:
         _HOST_CODE[group][part][1]()
     else:
-        _KERNELS[group][part][1]().cached(int(architecture), place.parent)
+        _KERNELS[group][part][1]().cached(int(architecture), directory)
 
 
 if __name__ == "__main__":
     named = [name for word in sys.argv[2:] for name in word.split(":", 2)[2].split(",")]
-    numba_cache.run_parts({n: partial(_run, name=n) for n in named}, sys.argv[1:])
+    directory = Path(sys.argv[1]).parent
+    numba_cache.run_parts({n: partial(_run, directory, n) for n in named}, sys.argv[1:])

@@ -263,7 +263,14 @@ def _go_on(
         elif counter[PROBING]:
             return False
         else:
-            _come_back(vector, counter)
+            # No perturbation leads on; a search with idle parameters may get another one.
+            copy(vector[X], vector[TRIAL])
+            has_idle = False
+            for i in range(vector.shape[1]):
+                idle = vector[WIDTH, i] == 0.0 and vector[FREE, i] != 0.0
+                has_idle = has_idle or (idle and vector[LOWER, i] < vector[UPPER, i])
+            if not has_idle or counter[PROBES] >= MOST_PROBES:
+                counter[REASON] = STALLED if counter[PLATEAU] == SEEN else counter[ENDING]
             return False
     if counter[ENDING] == BEGINS and not resumes:
         if not are_usable(vector, TRIAL, squares, values, gradient, curvature):
@@ -350,17 +357,6 @@ def _inspect(
 
 
 @inlined
-def _come_back(vector: Floats, counter: Integers) -> None:
-    """End a search that no perturbation leads on; one with idle parameters may get another one."""
-    copy(vector[X], vector[TRIAL])
-    for i in range(vector.shape[1]):
-        idle = vector[WIDTH, i] == 0.0 and vector[FREE, i] != 0.0
-        if idle and vector[LOWER, i] < vector[UPPER, i] and counter[PROBES] < MOST_PROBES:
-            return
-    counter[REASON] = STALLED if counter[PLATEAU] == SEEN else counter[ENDING]
-
-
-@inlined
 def _pull(number: Floats, limits: SearchLimits) -> float:
     """Return the sum of w (dl/df)^2, for losses other than squares where it was last known."""
     return float(4.0 * number[LOSS] if limits.squares else number[PULL])
@@ -410,7 +406,12 @@ def _judge(
             copy(vector[TRIAL], vector[BEST])
             copy(gradient, vector[BEST_SLOPE])
         steep = dot(gradient, vector[DIRECTION]) < _FLATTER * slope
-        if _is_cut_off(vector) or not steep:
+        for i in range(vector.shape[1]):
+            # At a bound slopes along the direction mean little.
+            trial = vector[TRIAL, i]
+            if trial != vector[X, i] and (trial == vector[LOWER, i] or trial == vector[UPPER, i]):
+                steep = False
+        if not steep:
             _accept(vector, number, counter, inverse, limits, space)
             return bool(counter[ENDING] == RUNNING)
         number[LOW] = number[LENGTH]
@@ -446,16 +447,6 @@ def _end(vector: Floats, counter: Integers, reason: int) -> None:
 
 
 @inlined
-def _is_cut_off(vector: Floats) -> bool:
-    """Whether the trial is at a bound, where slopes along the direction mean little."""
-    for i in range(vector.shape[1]):
-        trial = vector[TRIAL, i]
-        if trial != vector[X, i] and (trial == vector[LOWER, i] or trial == vector[UPPER, i]):
-            return True
-    return False
-
-
-@inlined
 def _accept(
     vector: Floats,
     number: Floats,
@@ -478,7 +469,16 @@ def _accept(
     number[BEST_LOSS] = math.inf
     copy(vector[BEST], vector[X])
     copy(vector[BEST_SLOPE], vector[SLOPE])
-    _add_columns(vector, number, inverse, limits)
+    for i in range(n):
+        # Parameters take part from now on whose column was 0 so far. Their WIDTH becomes the least
+        # one that explains the gradient if the row losses are squares.
+        free = vector[FREE, i] != 0.0 and vector[LOWER, i] < vector[UPPER, i]
+        if free and vector[WIDTH, i] == 0.0 and vector[SLOPE, i] != 0.0 and number[LOSS] != 0.0:
+            squares = _values(number[LOSS], number, limits)
+            width = abs(vector[SLOPE, i]) / number[STIFFNESS] / math.sqrt(squares)
+            if has_effect(vector, X, i, width, 0.0, squares, squares):
+                vector[WIDTH, i] = width
+                inverse[i * n + i] = 1.0 / (number[STIFFNESS] * n) / (width * width)
     if decrease <= limits.loss * abs(number[LOSS]):
         _end(vector, counter, LOSS_CHANGE)
     elif math.sqrt(length) <= limits.step * math.sqrt(size):
@@ -624,23 +624,6 @@ def _begin_inverse(
             unit = width[i] * width[j] if known else 1.0
             inverse[i * n + j] = column[i] / unit / number[STIFFNESS] if known else 0.0
     counter[UPDATES] = 0
-
-
-@inlined
-def _add_columns(vector: Floats, number: Floats, inverse: Floats, limits: SearchLimits) -> None:
-    """Let parameters take part whose column was 0 so far.
-
-    Their WIDTH becomes the least one that explains the gradient if the row losses are squares.
-    """
-    n = vector.shape[1]
-    for i in range(n):
-        free = vector[FREE, i] != 0.0 and vector[LOWER, i] < vector[UPPER, i]
-        if free and vector[WIDTH, i] == 0.0 and vector[SLOPE, i] != 0.0 and number[LOSS] != 0.0:
-            squares = _values(number[LOSS], number, limits)
-            width = abs(vector[SLOPE, i]) / number[STIFFNESS] / math.sqrt(squares)
-            if has_effect(vector, X, i, width, 0.0, squares, squares):
-                vector[WIDTH, i] = width
-                inverse[i * n + i] = 1.0 / (number[STIFFNESS] * n) / (width * width)
 
 
 @inlined

@@ -6,10 +6,8 @@ The simple form:
         evaluate loss, gradient and curvature of all trial points in one pass of the engine
         judge each trial and propose the next one (`levenberg_marquardt`, `bfgs`)
 
-Searches that have ended drop out of the batch, so that they cost no more. Engines load the compiled
-code of the methods with that of derivatives (`load`), for which the first pass waits.
-
-The compiled code of the fit methods, which engines compile and load with their derivatives.
+Searches that have ended drop out of the batch, so that they cost no more. Engines compile and load
+the code of the methods with that of derivatives (`load`), for which the first pass waits.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ from warpfit.request import (
     Missing,
     Precision,
     Timings,
-    Tolerances,
     even_bounds,
 )
 from warpfit_server.engine.fit import bfgs, levenberg_marquardt, linear_model, starts
@@ -130,6 +127,11 @@ _FACTOR_RATE: Final = 500.0
 Result = TypeVar("Result")
 #: Some searches, and the estimated microseconds in which the next step of each is found.
 Piece = tuple[slice, float]
+_NUMBERS, _ROWS, _COUNTS = types.float64[::1], types.float64[:, ::1], types.int64[:, ::1]
+_LIMITS: Final = numba.typeof(SearchLimits(0.0, 0.0, 0.0, 0, False, 0.0, 0.0, 0.0, True, False))
+_SPACE: Final = numba.typeof(linear_model.workspace(1, np.zeros(1, dtype=np.uint8)))
+#: Arguments of both compiled methods: the state of the searches, and the results of a pass.
+_STATE: Final = _COUNTS, _ROWS, _ROWS, _COUNTS, *[_NUMBERS] * 4
 #: Value of ``cancelled`` when the time is up; whoever cancels the call writes 1.
 _TIME_IS_UP: Final = 2
 
@@ -235,8 +237,21 @@ class _Driver:
         self._statistics = statistics
         scales = Scales(request.problem.batch, sizes, context.threads)
         self._request = request = with_restarts(request, scales)
-        tolerances = request.settings.tolerances(dtype)
-        self._limits = self._search_limits(tolerances, dtype.itemsize == 4)
+        tolerances, is_squares = request.settings.tolerances(dtype), self._loss.is_squares
+        self._limits = SearchLimits(
+            gradient=float(tolerances.gradient),
+            step=float(tolerances.step),
+            loss=float(tolerances.loss),
+            iterations=request.settings.max_iterations,
+            single=dtype.itemsize == 4,
+            # Its square is the share of the loss that the linear model may promise to take off. It
+            # follows the tolerance of the loss, from 1e-2 down to 1e-6.
+            flat=max(min(max(math.sqrt(tolerances.loss), 1e-6), 1e-2), float(tolerances.gradient)),
+            target=statistics.squares if is_squares else 0.0,
+            variation=statistics.variation if is_squares else 0.0,
+            squares=is_squares,
+            kinks=not is_squares and has_kinks(self._loss.row),
+        )
         self._problem = request.problem
         if request.settings.missing is Missing.DROP:
             batch = without_missing(request.problem.batch, self._statistics.mean)
@@ -249,26 +264,6 @@ class _Driver:
         """Whether the parameters that programs are linear in are known."""
         self._starts = self._all.vectors[X].copy()
         self._pass_seconds = 0.0
-
-    def _search_limits(self, tolerances: Tolerances, single: bool) -> SearchLimits:
-        """Return the tolerances and counts that end a search.
-
-        The square of the cosine is the share of the loss that the linear model may promise to take
-        off. It follows the tolerance of the loss, from 1e-2 down to 1e-6.
-        """
-        cosine = min(max(math.sqrt(tolerances.loss), 1e-6), 1e-2)
-        return SearchLimits(
-            gradient=float(tolerances.gradient),
-            step=float(tolerances.step),
-            loss=float(tolerances.loss),
-            iterations=self._request.settings.max_iterations,
-            single=single,
-            flat=max(cosine, float(tolerances.gradient)),
-            target=self._statistics.squares if self._loss.is_squares else 0.0,
-            variation=self._statistics.variation if self._loss.is_squares else 0.0,
-            squares=self._loss.is_squares,
-            kinks=not self._loss.is_squares and has_kinks(self._loss.row),
-        )
 
     def run(self) -> Steps[FitResult]:
         """Run all searches; return the result.
@@ -290,7 +285,25 @@ class _Driver:
 
         Small searches go to their end at once if the engine can do that.
         """
-        yield from self._run_small()
+        small = None
+        if self._is_lm and self._loss.is_squares and self._context.small_fits:
+            small = yield from self._context.small_fits(
+                replace(self._problem, batch=self._active_batch),
+                self._loss.row,
+                cancelled=self._context.cancelled,
+                selection=self._selection,
+            )
+        if small is not None and small.runs.any():
+            yield from self._on_fit_thread(self._mark_linear)
+            own = self._active if small.runs.all() else self._active.only(small.runs)
+            yield from small.run(own, self._limits, self._small_squares, self._turn)
+            if own is not self._all:
+                self._all.store(self._places[small.runs], own)
+            running = self._all.running
+            if running.any():
+                self._select(np.flatnonzero(running), self._all.only(running))
+            del own
+        del small  # with what the engine holds for it
         if self._active.running.any():
             yield from self._evaluate_first()
         if (yield from self._is_undefined()):
@@ -325,27 +338,6 @@ class _Driver:
         if self._context.cancelled[0]:
             raise CancelledError("the fit was cancelled", "CANCELLED")
 
-    def _run_small(self) -> Steps[None]:
-        """Run the selected searches that the engine can run by itself."""
-        if not (self._is_lm and self._loss.is_squares and self._context.small_fits):
-            return
-        small = yield from self._context.small_fits(
-            replace(self._problem, batch=self._active_batch),
-            self._loss.row,
-            cancelled=self._context.cancelled,
-            selection=self._selection,
-        )
-        if small is None or not small.runs.any():
-            return
-        yield from self._on_fit_thread(self._mark_linear)
-        own = self._active if small.runs.all() else self._active.only(small.runs)
-        yield from small.run(own, self._limits, self._small_squares, self._turn)
-        if own is not self._all:
-            self._all.store(self._places[small.runs], own)
-        running = self._all.running
-        if running.any():
-            self._select(np.flatnonzero(running), self._all.only(running))
-
     def _turn(self, iterations: int, running: int) -> bool:
         """Report and check for an end between steps; see `interface.FitTurn`."""
         self._check_cancelled()
@@ -376,7 +368,21 @@ class _Driver:
             assert first.curvatures is not None
             copy = partial(np.copyto, active.curvature, first.curvatures)
             yield from self._on_fit_thread(copy)
-            active.numbers[:, STIFFNESS] = yield from self._stiffness(first)
+            active.numbers[:, STIFFNESS] = 2.0
+            if not self._loss.is_squares:
+                # The second derivative of the row loss by its residual is estimated. A row loss of
+                # s d^2 / 2 has the gradient s J^T W d, where d is prediction minus target.
+                squares = yield from self._linearise(curvature=False, row_loss=SQUARED_DIFFERENCES)
+                diagonal = active.curvature[diagonals(active.counts)]
+                place = np.repeat(np.arange(len(active)), active.counts)
+                with np.errstate(all="ignore"):
+                    lengths = [
+                        np.sqrt(np.bincount(place, np.square(g) / diagonal, len(active)))
+                        for g in (first.gradients, squares.gradients)
+                    ]
+                    stiffness = 2.0 * lengths[0] / lengths[1]
+                is_known = np.isfinite(stiffness) & (stiffness > 0.0)
+                active.numbers[:, STIFFNESS] = np.where(is_known, stiffness, 1.0)
         yield from self._in_pieces(self._pieces, partial(self._advance, first))
         yield from self._factorise(first)
 
@@ -419,25 +425,6 @@ class _Driver:
             mark_linear(*tokens, *starts, operator_table(), nodes, linear)
 
         spread(batch.lengths / TOKENS, self._context.threads, mark)
-
-    def _stiffness(self, first: Linearisation) -> Steps[Floats]:
-        """Estimate the second derivative of the row loss by its residual, for each search.
-
-        A row loss of s d^2 / 2 has the gradient s J^T W d, where d is prediction minus target.
-        """
-        if self._loss.is_squares:
-            return np.full(len(self._active), 2.0)
-        squares = yield from self._linearise(curvature=False, row_loss=SQUARED_DIFFERENCES)
-        searches = self._active
-        diagonal = searches.curvature[diagonals(searches.counts)]
-        place = np.repeat(np.arange(len(searches)), searches.counts)
-        with np.errstate(all="ignore"):
-            lengths = [
-                np.sqrt(np.bincount(place, np.square(g) / diagonal, len(searches)))
-                for g in (first.gradients, squares.gradients)
-            ]
-            stiffness = 2.0 * lengths[0] / lengths[1]
-        return np.where(np.isfinite(stiffness) & (stiffness > 0.0), stiffness, 1.0)
 
     def _evaluate_trials(self) -> Steps[Linearisation]:
         """Evaluate the trials, with the curvature for Levenberg-Marquardt and where BFGS ends.
@@ -793,11 +780,7 @@ def _matrices(searches: Searches, chosen: NDArray[np.int64], n: int) -> Floats:
     return matrices
 
 
-_NUMBERS, _ROWS, _COUNTS = types.float64[::1], types.float64[:, ::1], types.int64[:, ::1]
-_LIMITS: Final = numba.typeof(SearchLimits(0.0, 0.0, 0.0, 0, False, 0.0, 0.0, 0.0, True, False))
-_SPACE: Final = numba.typeof(linear_model.workspace(1, np.zeros(1, dtype=np.uint8)))
-#: Arguments of both methods: the state of the searches, and the results of a pass.
-_STATE: Final = _COUNTS, _ROWS, _ROWS, _COUNTS, *[_NUMBERS] * 4
+# ------------------------------------------------------------------------------ compiled by Numba
 
 
 def load() -> None:

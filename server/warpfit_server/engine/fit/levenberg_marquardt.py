@@ -175,8 +175,14 @@ def advance(
         begin, end = edges[s, PAIRS], edges[s + 1, PAIRS]
         old, new = curvatures[begin:end], new_curvatures[begin:end]
         factor = factors[edges[s, SQUARES] : edges[s + 1, SQUARES]]
-        if resumes:
-            _resume(vector, number, counter, old, factor, limits, space)
+        if resumes:  # it has got an orthogonal factor
+            counter[FACTOR] = READY
+            flat = counter[FIRED] == LOSS_CHANGE
+            if counter[FIRED] == RUNNING and counter[ASKED] == 0:
+                _compare(vector, number, counter, old, factor, space)
+            counter[ASKED], counter[FIRED] = 1, RUNNING
+            _propose(vector, number, counter, old, factor, flat, False, limits, space)
+            _probe(vector, number, counter, old, factor, limits)
         else:
             advance_one(
                 vector, number, counter, gradient, new, old, factor, new_sums[s], limits, space
@@ -241,27 +247,6 @@ def advance_one(
         return
     _propose(vector, number, counter, old, factor, flat, disappoints, limits, space)
     _probe(vector, number, counter, old, factor, limits)
-
-
-@inlined
-def _resume(
-    vector: Floats,
-    number: Floats,
-    counter: Integers,
-    curvature: Floats,
-    factor: Floats,
-    limits: SearchLimits,
-    space: Workspace,
-) -> None:
-    """Let a search go on that has got an orthogonal factor."""
-    counter[FACTOR] = READY
-    flat = counter[FIRED] == LOSS_CHANGE
-    if counter[FIRED] == RUNNING and counter[ASKED] == 0:
-        _compare(vector, number, counter, curvature, factor, space)
-    counter[ASKED] = 1
-    counter[FIRED] = RUNNING
-    _propose(vector, number, counter, curvature, factor, flat, False, limits, space)
-    _probe(vector, number, counter, curvature, factor, limits)
 
 
 @inlined

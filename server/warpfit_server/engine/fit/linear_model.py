@@ -19,27 +19,24 @@ there believes the steps that were refused. Of each the loss at both ends and th
 known, and so the parabola through them. If no parabola descends by more than rounding errors, and
 no single column lowers the loss, it is a minimum. More than that may lead along a curved valley.
 
-Normal equations square the condition of J. Where they hold too few digits, the answer of
-`is_minimum` is doubtful, and a search asks for the orthogonal factor of J (`reflect`).
+The curvature J^T W J, of the normal equations, squares the condition of the Jacobian J: where its
+columns are nearly parallel, as those of polynomials far from 0, it does not hold the digits that
+tell them apart. There the answer of `is_minimum` is doubtful, and a search asks for an orthogonal
+factor of J (`absorb`). The factorisation W^1/2 J = Q R does hold them. Householder's reflections
+work R up block of rows by block of rows (Golub and Van Loan, "Matrix Computations", 4th edition,
+2013, section 5.2), always in the order of the rows, so that the bits depend neither on threads nor
+on how many rows are given at a time.
 
-Finds the parameters that a program is linear in, from the operators' derivatives.
+Parameters that a program is linear in are damped only where steps have been refused for long;
+`mark_linear` finds them from the operators' derivatives. An operator is linear in an operand if the
+derivative by it mentions neither that operand nor the result: the table says ``b`` for the first
+operand of ``a * b``, and ``1 / b`` for that of ``a / b``. Where the derivative by one operand
+mentions another one with parameters, as in ``p1 * p2``, the program is linear in either but not in
+both, and the operand with more linear parameters is chosen. So a program is linear in all marked
+parameters together.
 
-An operator is linear in an operand if the derivative by it mentions neither that operand nor the
-result: the table says ``b`` for the first operand of ``a * b``, and ``1 / b`` for that of
-``a / b``. Where the derivative by one operand mentions another one with parameters, as in
-``p1 * p2``, the program is linear in either but not in both, and the operand with more linear
-parameters is chosen. So a program is linear in all marked parameters together.
-
-Linear algebra of small matrices, mostly packed lower triangles, for compiled code.
-
-Element (i, j), j <= i, of a matrix stands at ``i (i + 1) / 2 + j``.
-
-Searches whose curvature is ill-conditioned want an orthogonal factor of their Jacobian (`absorb`).
-The curvature J^T W J squares the condition of the Jacobian J: where its columns are nearly
-parallel, as those of polynomials far from 0, it does not hold the digits that tell them apart. The
-factorisation W^1/2 J = Q R does. Householder's reflections work R up block of rows by block of rows
-(Golub and Van Loan, "Matrix Computations", 4th edition, 2013, section 5.2), always in the order of
-the rows, so that the bits depend neither on threads nor on how many rows are given at a time.
+Matrices are small, and mostly packed lower triangles: element (i, j), j <= i, stands at
+``i (i + 1) / 2 + j``.
 """
 
 from __future__ import annotations
@@ -73,6 +70,71 @@ from warpfit_server.engine.fit.searches import (
 )
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import inlined, uncounted
+
+#: Rows that are worked into a factor at a time.
+BLOCK: Final = 64
+#: Relative increase of the curvature's diagonal, for parameters with the same effect, above the
+#: rounding errors of the sums, which would else make long steps of no direction; in a test
+#: whether columns of float32, whose own rounding errors differ, can lower the loss; and with the
+#: orthogonal factor, whose columns are rounded to float64: usually, and so much that only what is
+#: well above these rounding errors counts.
+RIDGE: Final = 1e-13
+_RIDGE_IN_FLOAT32: Final = 1e-11
+RIDGE_OF_FACTOR: Final = 1e-30
+_RIDGE_ABOVE_NOISE: Final = 1e-26
+#: Squared sine of the angle between a column and those before it, below which the curvature holds
+#: too few digits of it.
+ILL_CONDITIONED: Final = 1e-11
+#: Part of a column outside the span of others that may be no more than rounding errors: some units
+#: in the last place.
+_ROUNDING_OF_COLUMN: Final = 2.0**-48
+#: Least relative part of a column outside the span of the linear parameters' columns.
+_INDEPENDENT: Final = 1e-13
+#: Least cosine between residuals and a column for which a parameter leaves its bound.
+_LEAST_RELEASE: Final = 1e-13
+#: Steps refused in a row after which linear parameters are damped, too.
+_PATIENCE: Final = 12
+#: Most of the target's variation that rounding errors of the parameters may hide.
+_HIDDEN: Final = 1e-2
+_HIDDEN_IN_FLOAT64: Final = 1e-6
+#: Roundings of residuals that are no more than noise.
+ROUNDINGS: Final = 64.0
+#: Roundings of each parameter that values inherit.
+_PARAMETER_ROUNDINGS: Final = 8.0
+#: Least move of the values, relative to the residuals, by which a parameter has an effect: that by
+#: a change of the parameter by itself or its natural scale, whichever is larger.
+_LEAST_EFFECT: Final = 1e-9
+#: Relative part of a column outside the span of others below which nothing is known of it, and the
+#: squared sine of another one below which a lost one may be no sum of others.
+_LOST: Final = 2.0**-44
+_NEARLY_DEPENDENT: Final = 1e-12
+#: Attempts to make a system positive definite by more damping.
+_ATTEMPTS: Final = 100
+
+# Roles of a parameter in a step.
+STAYS: Final = 0  # fixed, or without effect
+MOVES: Final = 1
+_AT_LOWER: Final = 2
+_AT_UPPER: Final = 3
+
+#: Columns of `operator_table`: arity, then for each operand the operands that its derivative reads.
+_ARITY: Final = 0
+_READS: Final = 1
+#: A bit for each operand that a derivative reads; all bits if the operator is not linear in it.
+_EVERYTHING: Final = 7
+#: Operators with the derivative of a linear one, but for jumps.
+_JUMPING: Final = frozenset({"mod"})
+#: Columns of a node: tokens of its subtree; parameters below that it is linear in; a bit that says
+#: whether there are any parameters below, then a bit for each chosen operand, in which it is taken
+#: for linear; whether the program is linear in the node; the nodes of the operands.
+_SIZE: Final = 0
+_LINEAR: Final = 1
+_CHOSEN: Final = 2
+_PASSES: Final = 3
+_ROOTS: Final = 4
+COLUMNS: Final = 7
+
+# ---------------------------------------------------------------- linear algebra of small matrices
 
 
 @inlined
@@ -210,9 +272,6 @@ def copy(source: Floats, target: Floats) -> None:
 
 # ------------------------------------------------------------------------------- orthogonal factors
 
-#: Rows that are worked into a factor at a time.
-BLOCK: Final = 64
-
 
 # It allocates nothing, so that references need not be counted.
 @numba_cache.njit(nogil=True, error_model="numpy", _nrt=False)  # type: ignore[untyped-decorator]
@@ -305,22 +364,7 @@ def _product(a: Any, b: Any) -> float:
     return float((first + second) + (third + fourth))
 
 
-#: Columns of `operator_table`: arity, then for each operand the operands that its derivative reads.
-_ARITY: Final = 0
-_READS: Final = 1
-#: A bit for each operand that a derivative reads; all bits if the operator is not linear in it.
-_EVERYTHING: Final = 7
-#: Operators with the derivative of a linear one, but for jumps.
-_JUMPING: Final = frozenset({"mod"})
-#: Columns of a node: tokens of its subtree; parameters below that it is linear in; a bit that says
-#: whether there are any parameters below, then a bit for each chosen operand, in which it is taken
-#: for linear; whether the program is linear in the node; the nodes of the operands.
-_SIZE: Final = 0
-_LINEAR: Final = 1
-_CHOSEN: Final = 2
-_PASSES: Final = 3
-_ROOTS: Final = 4
-COLUMNS: Final = 7
+# ------------------------------------------------------------------------------- linear parameters
 
 
 @cache
@@ -407,49 +451,7 @@ def _count(codes: Any, first: int, token: int, table: Any, nodes: Any) -> None:
     node[_CHOSEN] = (parametric != 0) | chosen << 1
 
 
-#: Relative increase of the curvature's diagonal, for parameters with the same effect, above the
-#: rounding errors of the sums, which would else make long steps of no direction; in a test
-#: whether columns of float32, whose own rounding errors differ, can lower the loss; and with the
-#: orthogonal factor, whose columns are rounded to float64: usually, and so much that only what is
-#: well above these rounding errors counts.
-RIDGE: Final = 1e-13
-_RIDGE_IN_FLOAT32: Final = 1e-11
-RIDGE_OF_FACTOR: Final = 1e-30
-_RIDGE_ABOVE_NOISE: Final = 1e-26
-#: Squared sine of the angle between a column and those before it, below which the curvature holds
-#: too few digits of it.
-ILL_CONDITIONED: Final = 1e-11
-#: Part of a column outside the span of others that may be no more than rounding errors: some units
-#: in the last place.
-_ROUNDING_OF_COLUMN: Final = 2.0**-48
-#: Least relative part of a column outside the span of the linear parameters' columns.
-_INDEPENDENT: Final = 1e-13
-#: Least cosine between residuals and a column for which a parameter leaves its bound.
-_LEAST_RELEASE: Final = 1e-13
-#: Steps refused in a row after which linear parameters are damped, too.
-_PATIENCE: Final = 12
-#: Most of the target's variation that rounding errors of the parameters may hide.
-_HIDDEN: Final = 1e-2
-_HIDDEN_IN_FLOAT64: Final = 1e-6
-#: Roundings of residuals that are no more than noise.
-ROUNDINGS: Final = 64.0
-#: Roundings of each parameter that values inherit.
-_PARAMETER_ROUNDINGS: Final = 8.0
-#: Least move of the values, relative to the residuals, by which a parameter has an effect: that by
-#: a change of the parameter by itself or its natural scale, whichever is larger.
-_LEAST_EFFECT: Final = 1e-9
-#: Relative part of a column outside the span of others below which nothing is known of it, and the
-#: squared sine of another one below which a lost one may be no sum of others.
-_LOST: Final = 2.0**-44
-_NEARLY_DEPENDENT: Final = 1e-12
-#: Attempts to make a system positive definite by more damping.
-_ATTEMPTS: Final = 100
-
-# Roles of a parameter in a step.
-STAYS: Final = 0  # fixed, or without effect
-MOVES: Final = 1
-_AT_LOWER: Final = 2
-_AT_UPPER: Final = 3
+# --------------------------------------------------------------------------------------- the model
 
 
 class Workspace(NamedTuple):

@@ -20,7 +20,8 @@ All draws of a call come from one table of a Latin hypercube (McKay, Beckman and
 Technometrics 21, 1979), whose row i belongs to parameter i of every program. So a program gets the
 same starts in every batch, and in every part of one.
 
-Perturbs searches that would end, so that none ends at a saddle or on a plateau.
+Searches that would end are perturbed by the same scales, so that none ends at a saddle or on a
+plateau:
 
     at a point that a search would end at:
         if no step has been taken, or parameters have no effect there, or the same effect:
@@ -33,7 +34,7 @@ holds the search: of the points where the gradient vanishes those that are no mi
 of a descent method away from them (Lee, Simchowitz, Jordan and Recht, COLT 2016). So nothing is
 perturbed there, and most searches pay nothing.
 
-Parameters without effect are perturbed alone: to about their scale (`starts`), because plateaus are
+Parameters without effect are perturbed alone: to about their scale, because plateaus are
 left by large steps; first to about a tenth of it where they are 0, because saddles are left by
 small ones. Where they have an effect at a perturbed point, and yet no perturbation leads on, the
 search has stalled: on a plateau no test of convergence says anything of them. The others move as
@@ -101,176 +102,6 @@ from warpfit_server.engine.fit.searches import (
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import inlined, uncounted
 
-#: Perturbations of a search whose parameters have some effect, and of others.
-_PROBES: Final = 1
-MOST_PROBES: Final = 3
-#: Steps from a perturbed point, and the damping of each.
-_MOST_STEPS: Final = 3
-_DAMPING: Final = 1e-2
-#: Attempts to find finite derivatives near a start.
-_MOST_NUDGES: Final = 4
-#: Part of its natural scale below which a parameter is as good as 0.
-_TINY: Final = 1e-9
-#: Most natural scales between two bounds of a parameter that is perturbed to any place there.
-_NARROW: Final = 20.0
-#: A small perturbation, relative to a parameter or to the residuals.
-_SMALL: Final = 0.1
-#: Steps of the additive recurrences that stand for random numbers: the golden ratio and the plastic
-#: number, inverted.
-_GOLDEN: Final = 0.6180339887498949
-_PLASTIC: Final = 0.7548776662466927
-
-
-@inlined
-def begin_probe(
-    vector: Floats,
-    number: Floats,
-    counter: Integers,
-    model: Model,
-    limits: SearchLimits,
-) -> bool:
-    """Make a perturbed point the next trial of a search that would end; False if it may end.
-
-    ``model`` is that at X, which `is_minimum` has just been asked about.
-    """
-    n, dead, free = vector.shape[1], 0, 0
-    for i in range(n):
-        if vector[FREE, i] != 0.0 and vector[LOWER, i] < vector[UPPER, i]:
-            free += 1
-            dead += not _moves_values(vector, i, model)
-    most = MOST_PROBES if dead > 0 else _PROBES
-    if free == 0 or counter[PROBES] >= most or counter[ITERATIONS] >= limits.iterations:
-        return False
-    if limits.squares and is_exact(vector, number, model, limits):
-        return False
-    is_steep = not model.factored and not number[PIVOT] < ILL_CONDITIONED
-    if dead == 0 and counter[EVALUATIONS] > 1 and is_steep:
-        return False
-    for i in range(n):
-        x, column = vector[X, i], math.sqrt(model.curvature[i * (i + 1) // 2 + i])
-        trial, scale = x, vector[NATURAL, i]
-        share = (i + 1) * _GOLDEN + counter[PROBES] * _PLASTIC
-        share -= math.floor(share)
-        # Bits of the number of the perturbation, so that all signs of two parameters come.
-        sign = 1.0 if ((counter[PROBES] * (i + 1)) ^ (i >> 1)) & 1 == 0 else -1.0
-        if vector[FREE, i] == 0.0 or (dead > 0 and _moves_values(vector, i, model)):
-            pass
-        elif dead == 0:
-            trial += sign * (0.3 + share) * _SMALL * math.sqrt(model.values / free) / column
-        elif abs(x) <= _TINY * scale and counter[PROBES] < 2:
-            trial = _in_box(vector, i, sign * (0.5 + share) * _SMALL * scale, share)
-        elif vector[UPPER, i] - vector[LOWER, i] <= _NARROW * scale:
-            place = share + (x - vector[LOWER, i]) / (vector[UPPER, i] - vector[LOWER, i])
-            trial = _at_share(vector, i, place - math.floor(place))
-        else:
-            trial = _in_box(vector, i, sign * scale * 10.0 ** (2.0 * share - 1.0), share)
-        vector[TRIAL, i] = within(vector, i, trial, limits)
-    if dead > 0 and counter[PLATEAU] == NO_PLATEAU:
-        counter[PLATEAU] = LEAVING
-    counter[PROBING] = 1
-    counter[PROBES] += 1
-    counter[ITERATIONS] += 1
-    return True
-
-
-@inlined
-def _moves_values(vector: Floats, i: int, model: Model) -> bool:
-    """Whether a parameter has an effect at X; one that the model gives no column has none."""
-    column = math.sqrt(model.curvature[i * (i + 1) // 2 + i])
-    effect = has_effect(vector, X, i, column, model.gradient[i], model.loss, model.values)
-    return column > 0.0 and (vector[LINEAR, i] != 0.0 or effect)
-
-
-@inlined
-def _in_box(vector: Floats, i: int, value: float, share: float) -> float:
-    """Move a perturbed parameter into its box, wherever that is; see `starts` on draws."""
-    lower, upper = vector[LOWER, i], vector[UPPER, i]
-    if lower <= value <= upper:
-        return value
-    if lower <= -value <= upper:
-        return -value
-    return _at_share(vector, i, share) if upper - lower < math.inf else value
-
-
-@inlined
-def _at_share(vector: Floats, i: int, share: float) -> float:
-    return float(vector[LOWER, i] * (1.0 - share) + vector[UPPER, i] * share)
-
-
-@inlined
-def leads_on(
-    vector: Floats,
-    number: Floats,
-    counter: Integers,
-    gradient: Floats,
-    curvature: Floats,
-    loss: float,
-    squares: float,
-    values: float,
-    limits: SearchLimits,
-    space: Workspace,
-) -> bool:
-    """Judge the trial of a perturbed search; True if it is better than X, so that it goes on.
-
-    Where the trial's model promises that, PROBING stays above 0 and the trial becomes what the
-    model proposes; else PROBING is 0 and the search may end. Rows of ``vector`` are those of
-    Levenberg-Marquardt's damping. Gradient, curvature and loss are those at the trial, and
-    ``squares`` and ``values`` are the two sums of squares of its `Model`.
-    """
-    least = number[LOSS] - limits.flat * limits.flat * abs(number[LOSS])
-    n = vector.shape[1]
-    usable = are_usable(vector, TRIAL, squares, values, gradient, curvature)
-    for i in range(n if usable and counter[PLATEAU] == LEAVING else 0):
-        column = math.sqrt(curvature[i * (i + 1) // 2 + i])
-        moves = vector[TRIAL, i] != vector[X, i]
-        if moves and has_effect(vector, TRIAL, i, column, gradient[i], squares, values):
-            counter[PLATEAU] = SEEN
-    if usable and loss < least:
-        counter[PROBING] = 0
-        return True
-    steps = counter[PROBING]
-    counter[PROBING] = 0
-    if not usable or steps > _MOST_STEPS or not squares > 0.0:
-        return False
-    if counter[ITERATIONS] >= limits.iterations:
-        return False
-    model = Model(TRIAL, gradient, curvature, space.columns, False, squares, values)
-    find_roles(vector, model, space)
-    for i in range(n):
-        vector[SCALE, i] = 0.0
-    damping, growth = number[DAMPING], number[GROWTH]
-    number[DAMPING], number[GROWTH] = _DAMPING, 2.0
-    solve_step(vector, number, counter, model, _DAMPING, RIDGE, space)
-    number[DAMPING], number[GROWTH] = damping, growth
-    h = space.step[:n]
-    # A row loss with the second derivative s has the model of squares times 2 / s.
-    share = 1.0 if limits.squares else 2.0 / number[STIFFNESS]
-    if not loss - share * promised_decrease(vector, model, h) < least:
-        return False
-    for i in range(n):
-        vector[TRIAL, i] = within(vector, i, vector[TRIAL, i] + share * h[i], limits)
-    counter[PROBING] = steps + 1
-    counter[ITERATIONS] += 1
-    return False
-
-
-@inlined
-def nudge(vector: Floats, counter: Integers, limits: SearchLimits) -> bool:
-    """Make a point near the start the next trial, where a derivative at the start is infinite."""
-    if counter[PROBES] >= _MOST_NUDGES or counter[ITERATIONS] >= limits.iterations:
-        return False
-    counter[PROBES] += 1
-    counter[ITERATIONS] += 1
-    for i in range(vector.shape[1]):
-        x, scale = vector[X, i], vector[NATURAL, i]
-        sign = 1.0 if counter[PROBES] & 1 else -1.0
-        size = _SMALL**2 * (abs(x) if x != 0.0 else scale) * (1 + (counter[PROBES] > 2) * 9)
-        trial = x + sign * size * (1.0 + _SMALL * math.sin(i + 1.0))
-        if vector[FREE, i] != 0.0:
-            vector[TRIAL, i] = within(vector, i, trial, limits)
-    return True
-
-
 #: Rows of which the sizes of variables are taken, spread evenly.
 _ROWS: Final = 1024
 #: Columns whose sizes are taken without a pause, which takes about a millisecond.
@@ -291,6 +122,7 @@ _RULE: Final = 0
 _POWER: Final = 1
 # Values of _RULE.
 _FUNCTION, _TURNING, _SUM, _PRODUCT, _QUOTIENT, _ROOT, _RAISED, _PRODUCT_SUM = range(8)
+_ADD: Final = OPERATORS["add"].code
 _RULES: Final = {
     **dict.fromkeys(("sin", "cos", "tan"), _TURNING),
     **dict.fromkeys(("add", "sub", "min", "max", "where", "lt", "le", "gt", "ge", "mod"), _SUM),
@@ -316,6 +148,28 @@ _COLUMNS: Final = _ROOTS + 3
 # Kinds of parameters. From _SHIFT on: 2 for each variable, the second one for a shift of the other
 # sign.
 _SCALE, _FREQUENCY, _PHASE, _POWER_OF, _SHIFT = range(5)
+
+
+#: Perturbations of a search whose parameters have some effect, and of others.
+_PROBES: Final = 1
+MOST_PROBES: Final = 3
+#: Steps from a perturbed point, and the damping of each.
+_MOST_STEPS: Final = 3
+_DAMPING: Final = 1e-2
+#: Attempts to find finite derivatives near a start.
+_MOST_NUDGES: Final = 4
+#: Part of its natural scale below which a parameter is as good as 0.
+_TINY: Final = 1e-9
+#: Most natural scales between two bounds of a parameter that is perturbed to any place there.
+_NARROW: Final = 20.0
+#: A small perturbation, relative to a parameter or to the residuals.
+_SMALL: Final = 0.1
+#: Steps of the additive recurrences that stand for random numbers: the golden ratio and the plastic
+#: number, inverted.
+_GOLDEN: Final = 0.6180339887498949
+_PLASTIC: Final = 0.7548776662466927
+
+# --------------------------------------------------------------------------- scales of parameters
 
 
 # It allocates nothing, so that references need not be counted.
@@ -391,7 +245,15 @@ def _measure(
         below -= nodes[below, _SIZE]
     a, b = node[_ROOTS], node[_ROOTS + min(1, arity - 1)]
     if rule == _SUM:
-        _largest(nodes, size, node, place, arity, size[a], nodes[a, _FREE] != 0)
+        # A sum is as large as its largest term without parameters, if there is one.
+        most, takes_any = size[a], nodes[a, _FREE] != 0
+        for operand in range(1, arity):
+            below = node[_ROOTS + operand]
+            if (nodes[below, _FREE] != 0) == takes_any:
+                most = max(most, size[below])
+            elif takes_any:
+                most, takes_any = size[below], False
+        size[place], node[_FREE] = most, takes_any
     elif rule in (_PRODUCT, _PRODUCT_SUM):
         product, free = size[a] + size[b], nodes[a, _FREE] | nodes[b, _FREE]
         size[place], node[_FREE] = product, free
@@ -409,21 +271,6 @@ def _measure(
         exponent = values[first + b] if codes[first + b] == CONSTANT else 1.0
         size[place], node[_FREE] = exponent * size[a], nodes[a, _FREE]
     size[place] = min(max(size[place], -_LARGEST), _LARGEST)
-
-
-@uncounted
-def _largest(
-    nodes: Any, size: Any, node: Any, place: int, arity: int, most: float, free: bool
-) -> None:
-    """Make a sum as large as its largest term without parameters, if there is one."""
-    for operand in range(1, arity):
-        below = node[_ROOTS + operand]
-        is_free = nodes[below, _FREE] != 0
-        if is_free == free:
-            most = max(most, size[below])
-        elif free:
-            most, free = size[below], False
-    size[place], node[_FREE] = most, free
 
 
 @uncounted
@@ -480,9 +327,6 @@ def _want(
         if nodes[b, _FREE]:
             wanted[b] = 0.0
             nodes[b, _KIND] = _POWER_OF
-
-
-_ADD: Final = OPERATORS["add"].code
 
 
 @cache
@@ -557,6 +401,9 @@ class VariableSizes:
         self.deviations[some] = np.where(np.isfinite(deviations), deviations, constant)
         self.least[some] = np.where(known, numbers, np.inf).min(axis=1, initial=np.inf)
         self.most[some] = np.where(known, numbers, -np.inf).max(axis=1, initial=-np.inf)
+
+
+# ------------------------------------------------------------------------------------------ draws
 
 
 class Scales:
@@ -656,50 +503,32 @@ class Scales:
             least, most = least - margin, most + margin
             low[shifts] = np.where(opposite == 1, -most, least)
             high[shifts] = np.where(opposite == 1, -least, most)
-        low, high = _cut(low, high, lower, upper, is_turning)
+        # The ranges of uniform draws are cut to the bounds. One outside of them becomes the whole
+        # box, or begins at the only bound. The width of a turn alone means something, and it is
+        # moved to the middle of the box first.
+        width, is_box = high - low, np.isfinite(lower) & np.isfinite(upper)
+        with np.errstate(invalid="ignore"):
+            shift = np.where(is_turning & is_box, 0.5 * lower + 0.5 * upper, 0.0)
+        low, high = low + shift, high + shift
+        is_above, is_below = low > upper, high < lower
+        low = np.where(is_above, np.where(is_box, lower, upper - width), low)
+        high = np.where(is_below, np.where(is_box, upper, lower + width), high)
+        low, high = np.clip(low, lower, upper), np.clip(high, lower, upper)
+        uniform = _between(low, high, size)
+        # A draw around a scale that is outside takes the other sign if that is inside. Else it is
+        # uniform between two bounds, or as far from a single bound as it was from 0.
+        is_outside = (drawn < lower) | (drawn > upper)
+        is_lost = is_outside & ((-drawn < lower) | (-drawn > upper))
+        beside = np.where(np.isfinite(lower), lower + np.abs(drawn), upper - np.abs(drawn))
+        with np.errstate(invalid="ignore"):
+            moved = np.where(is_box, _between(lower, upper, size), beside)
+        drawn = np.where(is_lost, moved, np.where(is_outside, -drawn, drawn))
         is_uniform = is_turning | ((how < 0.5) & (kinds != _SCALE))
-        return np.where(is_uniform, _between(low, high, size), _inside(drawn, size, lower, upper))
+        return np.where(is_uniform, uniform, drawn)
 
 
 def _between(low: Floats, high: Floats, share: Floats) -> Floats:
     return np.asarray(low * (1.0 - share) + high * share)  # high - low may overflow
-
-
-def _inside(drawn: Floats, share: Floats, lower: Floats, upper: Floats) -> Floats:
-    """Move draws around a scale, [number, parameters], into the bounds.
-
-    One outside takes the other sign if that is inside. Else it is uniform between two bounds, by
-    its ``share``, or as far from a single bound as it was from 0.
-    """
-
-    def is_outside(values: Floats) -> NDArray[np.bool_]:
-        return np.asarray((values < lower) | (values > upper))
-
-    drawn = np.where(is_outside(drawn) & ~is_outside(-drawn), -drawn, drawn)
-    beside = np.where(np.isfinite(lower), lower + np.abs(drawn), upper - np.abs(drawn))
-    with np.errstate(invalid="ignore"):
-        between = _between(lower, upper, share)
-    moved = np.where(np.isfinite(lower) & np.isfinite(upper), between, beside)
-    return np.where(is_outside(drawn), moved, drawn)
-
-
-def _cut(
-    low: Floats, high: Floats, lower: Floats, upper: Floats, turns: NDArray[np.bool_]
-) -> tuple[Floats, Floats]:
-    """Cut the ranges of uniform draws to the bounds; all arrays are [parameters].
-
-    A range outside of the bounds becomes the whole box, or begins at the only bound. Where it
-    ``turns``, its width alone means something, and it is moved to the middle of the box first.
-    """
-    width = high - low
-    is_box = np.isfinite(lower) & np.isfinite(upper)
-    with np.errstate(invalid="ignore"):
-        shift = np.where(turns & is_box, 0.5 * lower + 0.5 * upper, 0.0)
-    low, high = low + shift, high + shift
-    is_above, is_below = low > upper, high < lower
-    low = np.where(is_above, np.where(is_box, lower, upper - width), low)
-    high = np.where(is_below, np.where(is_box, upper, lower + width), high)
-    return np.clip(low, lower, upper), np.clip(high, lower, upper)
 
 
 def with_restarts(request: FitRequest, scales: Scales) -> FitRequest:
@@ -752,3 +581,156 @@ def without_missing(batch: Batch, mean: float) -> Batch:
         codes[starts + 2 * own + len(before) + number] = code
     values[starts + own + 1], values[starts + 2 * own + len(before)] = np.inf, mean
     return replace(batch, codes=codes, values=values, lengths=lengths.astype(np.uint32))
+
+
+# ----------------------------------------------------------------------------------- perturbations
+
+
+@inlined
+def begin_probe(
+    vector: Floats,
+    number: Floats,
+    counter: Integers,
+    model: Model,
+    limits: SearchLimits,
+) -> bool:
+    """Make a perturbed point the next trial of a search that would end; False if it may end.
+
+    ``model`` is that at X, which `is_minimum` has just been asked about.
+    """
+    n, dead, free = vector.shape[1], 0, 0
+    for i in range(n):
+        if vector[FREE, i] != 0.0 and vector[LOWER, i] < vector[UPPER, i]:
+            free += 1
+            dead += not _moves_values(vector, i, model)
+    most = MOST_PROBES if dead > 0 else _PROBES
+    if free == 0 or counter[PROBES] >= most or counter[ITERATIONS] >= limits.iterations:
+        return False
+    if limits.squares and is_exact(vector, number, model, limits):
+        return False
+    is_steep = not model.factored and not number[PIVOT] < ILL_CONDITIONED
+    if dead == 0 and counter[EVALUATIONS] > 1 and is_steep:
+        return False
+    for i in range(n):
+        x, column = vector[X, i], math.sqrt(model.curvature[i * (i + 1) // 2 + i])
+        trial, scale = x, vector[NATURAL, i]
+        share = (i + 1) * _GOLDEN + counter[PROBES] * _PLASTIC
+        share -= math.floor(share)
+        # Bits of the number of the perturbation, so that all signs of two parameters come.
+        sign = 1.0 if ((counter[PROBES] * (i + 1)) ^ (i >> 1)) & 1 == 0 else -1.0
+        if vector[FREE, i] == 0.0 or (dead > 0 and _moves_values(vector, i, model)):
+            pass
+        elif dead == 0:
+            trial += sign * (0.3 + share) * _SMALL * math.sqrt(model.values / free) / column
+        elif abs(x) <= _TINY * scale and counter[PROBES] < 2:
+            trial = _in_box(vector, i, sign * (0.5 + share) * _SMALL * scale, share)
+        elif vector[UPPER, i] - vector[LOWER, i] <= _NARROW * scale:
+            place = share + (x - vector[LOWER, i]) / (vector[UPPER, i] - vector[LOWER, i])
+            trial = _at_share(vector, i, place - math.floor(place))
+        else:
+            trial = _in_box(vector, i, sign * scale * 10.0 ** (2.0 * share - 1.0), share)
+        vector[TRIAL, i] = within(vector, i, trial, limits)
+    if dead > 0 and counter[PLATEAU] == NO_PLATEAU:
+        counter[PLATEAU] = LEAVING
+    counter[PROBING] = 1
+    counter[PROBES] += 1
+    counter[ITERATIONS] += 1
+    return True
+
+
+@inlined
+def _moves_values(vector: Floats, i: int, model: Model) -> bool:
+    """Whether a parameter has an effect at X; one that the model gives no column has none."""
+    column = math.sqrt(model.curvature[i * (i + 1) // 2 + i])
+    effect = has_effect(vector, X, i, column, model.gradient[i], model.loss, model.values)
+    return column > 0.0 and (vector[LINEAR, i] != 0.0 or effect)
+
+
+@inlined
+def _in_box(vector: Floats, i: int, value: float, share: float) -> float:
+    """Move a perturbed parameter into its box, wherever that is."""
+    lower, upper = vector[LOWER, i], vector[UPPER, i]
+    if lower <= value <= upper:
+        return value
+    if lower <= -value <= upper:
+        return -value
+    return _at_share(vector, i, share) if upper - lower < math.inf else value
+
+
+@inlined
+def _at_share(vector: Floats, i: int, share: float) -> float:
+    return float(vector[LOWER, i] * (1.0 - share) + vector[UPPER, i] * share)
+
+
+@inlined
+def leads_on(
+    vector: Floats,
+    number: Floats,
+    counter: Integers,
+    gradient: Floats,
+    curvature: Floats,
+    loss: float,
+    squares: float,
+    values: float,
+    limits: SearchLimits,
+    space: Workspace,
+) -> bool:
+    """Judge the trial of a perturbed search; True if it is better than X, so that it goes on.
+
+    Where the trial's model promises that, PROBING stays above 0 and the trial becomes what the
+    model proposes; else PROBING is 0 and the search may end. Rows of ``vector`` are those of
+    Levenberg-Marquardt's damping. Gradient, curvature and loss are those at the trial, and
+    ``squares`` and ``values`` are the two sums of squares of its `Model`.
+    """
+    least = number[LOSS] - limits.flat * limits.flat * abs(number[LOSS])
+    n = vector.shape[1]
+    usable = are_usable(vector, TRIAL, squares, values, gradient, curvature)
+    for i in range(n if usable and counter[PLATEAU] == LEAVING else 0):
+        column = math.sqrt(curvature[i * (i + 1) // 2 + i])
+        moves = vector[TRIAL, i] != vector[X, i]
+        if moves and has_effect(vector, TRIAL, i, column, gradient[i], squares, values):
+            counter[PLATEAU] = SEEN
+    if usable and loss < least:
+        counter[PROBING] = 0
+        return True
+    steps = counter[PROBING]
+    counter[PROBING] = 0
+    if not usable or steps > _MOST_STEPS or not squares > 0.0:
+        return False
+    if counter[ITERATIONS] >= limits.iterations:
+        return False
+    model = Model(TRIAL, gradient, curvature, space.columns, False, squares, values)
+    find_roles(vector, model, space)
+    for i in range(n):
+        vector[SCALE, i] = 0.0
+    damping, growth = number[DAMPING], number[GROWTH]
+    number[DAMPING], number[GROWTH] = _DAMPING, 2.0
+    solve_step(vector, number, counter, model, _DAMPING, RIDGE, space)
+    number[DAMPING], number[GROWTH] = damping, growth
+    h = space.step[:n]
+    # A row loss with the second derivative s has the model of squares times 2 / s.
+    share = 1.0 if limits.squares else 2.0 / number[STIFFNESS]
+    if not loss - share * promised_decrease(vector, model, h) < least:
+        return False
+    for i in range(n):
+        vector[TRIAL, i] = within(vector, i, vector[TRIAL, i] + share * h[i], limits)
+    counter[PROBING] = steps + 1
+    counter[ITERATIONS] += 1
+    return False
+
+
+@inlined
+def nudge(vector: Floats, counter: Integers, limits: SearchLimits) -> bool:
+    """Make a point near the start the next trial, where a derivative at the start is infinite."""
+    if counter[PROBES] >= _MOST_NUDGES or counter[ITERATIONS] >= limits.iterations:
+        return False
+    counter[PROBES] += 1
+    counter[ITERATIONS] += 1
+    for i in range(vector.shape[1]):
+        x, scale = vector[X, i], vector[NATURAL, i]
+        sign = 1.0 if counter[PROBES] & 1 else -1.0
+        size = _SMALL**2 * (abs(x) if x != 0.0 else scale) * (1 + (counter[PROBES] > 2) * 9)
+        trial = x + sign * size * (1.0 + _SMALL * math.sin(i + 1.0))
+        if vector[FREE, i] != 0.0:
+            vector[TRIAL, i] = within(vector, i, trial, limits)
+    return True

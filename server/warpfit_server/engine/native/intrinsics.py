@@ -1,4 +1,4 @@
-"""Building blocks of the functions that Numba compiles: inlining, pointers, atomics, calls, blocks.
+"""Building blocks of the functions that Numba compiles, and the loop that runs them on threads.
 
 Callers of native functions take an address and a tuple of integers: ``call_c(address, (a, b))``.
 
@@ -8,8 +8,7 @@ that serves evaluations of different kinds calls all of them alike, without Pyth
 block begins with ranges of instances (or of programs), spans of rows, and a flag of one byte that
 is set once nobody wants the results any more.
 
-A parallel loop: threads take the chunks of a task by an atomic counter, in compiled code.
-
+The threads of a `ParallelLoop` take the chunks of a task by an atomic counter, in compiled code.
 The simple form, of the calling thread and of each helper thread:
 
     while (chunk := next chunk that nobody has taken) is not None:
@@ -46,6 +45,46 @@ from warpfit_server.engine.native import numba_cache
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _WORD: Final = ir.IntType(64)
 _INT: Final = ir.IntType(32)
+#: What a function that runs a chunk returns: the chunk is finished, nobody wants the results any
+#: more, or memory was short.
+FINISHED: Final = 0
+CANCELLED: Final = 1
+FAILED: Final = 2
+#: Arrays that every block begins with, and the first one that depends on the kind of work.
+RANGES, SPANS, CANCEL_FLAG, OWN_ARRAYS = range(4)
+#: A half-open range.
+RANGE: Final = np.dtype([("start", np.int64), ("stop", np.int64)])
+#: Words of a block for each array: address, and number of elements.
+_ENTRY: Final = 2
+#: Words of a cache line: words that many threads change have a line of their own.
+_LINE: Final = 8
+#: Words of the head: whether the helpers should end, the addresses of syscall(2) and
+#: clock_gettime(2), whether others wait for the threads, whether a task is about to begin; how
+#: often something has changed (the helpers sleep on it), and how many helpers sleep.
+_CLOSED, _SYSCALL, _CLOCK, OTHERS_WAIT, _EXPECTED = range(5)
+_CHANGES, ASLEEP, HEAD_WORDS = 8, 16, 24
+#: Words of a slot: whether threads may take chunks, the function and the argument block that it is
+#: given, the first chunk, the chunk after the last one, the moments from which the task ends if
+#: others wait and in any case, what a chunk returned that ended the task; the next chunk; threads
+#: inside; how often the last thread has left (the caller sleeps on it).
+OPEN, FUNCTION, ARGUMENTS, FIRST, STOP, SOON, LATE, ENDED = range(8)
+NEXT, INSIDE, _EMPTIED, SLOT_WORDS = 8, 16, 17, 24
+#: Looks at whether the last helper has left before the caller sleeps: some 50 us, the time that it
+#: would take to wake it.
+_LOOKS: Final = 10_000
+#: Looks at whether a task that is expected has begun before a helper sleeps again: some 0.5 ms.
+_LOOKS_AHEAD: Final = 100_000
+#: A moment that never comes, in nanoseconds, and the clock of ``time.monotonic_ns()``.
+NEVER: Final = 2**62
+_MONOTONIC: Final = 1
+#: Longest sleep in seconds, after which a thread looks again.
+_LONG: Final = 10
+#: Number of the futex system call; newer architectures share one.
+_FUTEX: Final = {"x86_64": 202}.get(platform.machine(), 98)
+_WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129
+#: Tasks that helpers work on at a time; further ones run on their caller's thread alone.
+_SLOTS: Final = 4
+_compiled = numba_cache.njit(nogil=True, error_model="numpy")
 
 
 def inlined(function: _Function) -> _Function:
@@ -162,16 +201,6 @@ call_sum: Final = _caller(types.float64)
 
 # ---------------------------------------------------------------------------------- argument blocks
 
-#: What a function that runs a chunk returns: the chunk is finished, nobody wants the results any
-#: more, or memory was short.
-FINISHED: Final = 0
-CANCELLED: Final = 1
-FAILED: Final = 2
-#: Arrays that every block begins with, and the first one that depends on the kind of work.
-RANGES, SPANS, CANCEL_FLAG, OWN_ARRAYS = range(4)
-#: A half-open range.
-RANGE: Final = np.dtype([("start", np.int64), ("stop", np.int64)])
-
 
 class Range(NamedTuple):
     """RANGE as compiled code returns it."""
@@ -179,9 +208,6 @@ class Range(NamedTuple):
     start: int
     stop: int
 
-
-#: Words of a block for each array: address, and number of elements.
-_ENTRY: Final = 2
 
 pointer32: Final = pointer_to(types.float32)
 pointer64: Final = pointer_to(types.float64)
@@ -242,33 +268,7 @@ def chunk_ranges(block: int, chunk: int) -> Any:
     return Range(instances.start, instances.stop), Range(rows.start, rows.stop), span
 
 
-#: Words of a cache line: words that many threads change have a line of their own.
-_LINE: Final = 8
-#: Words of the head: whether the helpers should end, the addresses of syscall(2) and
-#: clock_gettime(2), whether others wait for the threads, whether a task is about to begin; how
-#: often something has changed (the helpers sleep on it), and how many helpers sleep.
-_CLOSED, _SYSCALL, _CLOCK, OTHERS_WAIT, _EXPECTED = range(5)
-_CHANGES, ASLEEP, HEAD_WORDS = 8, 16, 24
-#: Words of a slot: whether threads may take chunks, the function and the argument block that it is
-#: given, the first chunk, the chunk after the last one, the moments from which the task ends if
-#: others wait and in any case, what a chunk returned that ended the task; the next chunk; threads
-#: inside; how often the last thread has left (the caller sleeps on it).
-OPEN, FUNCTION, ARGUMENTS, FIRST, STOP, SOON, LATE, ENDED = range(8)
-NEXT, INSIDE, _EMPTIED, SLOT_WORDS = 8, 16, 17, 24
-#: Looks at whether the last helper has left before the caller sleeps: some 50 us, the time that it
-#: would take to wake it.
-_LOOKS: Final = 10_000
-#: Looks at whether a task that is expected has begun before a helper sleeps again: some 0.5 ms.
-_LOOKS_AHEAD: Final = 100_000
-#: A moment that never comes, in nanoseconds, and the clock of ``time.monotonic_ns()``.
-NEVER: Final = 2**62
-_MONOTONIC: Final = 1
-#: Longest sleep in seconds, after which a thread looks again.
-_LONG: Final = 10
-#: Number of the futex system call; newer architectures share one.
-_FUTEX: Final = {"x86_64": 202}.get(platform.machine(), 98)
-_WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129
-_compiled = numba_cache.njit(nogil=True, error_model="numpy")
+# ------------------------------------------------------------------------- the words of the loop
 
 
 def new_words(slots: int) -> NDArray[np.int64]:
@@ -366,9 +366,14 @@ def _work(words: Any, slot: int) -> None:
         fence()
         if chunk >= words[slot + STOP]:
             break
-        if _is_cut(words, slot, chunk, clock):
-            words[slot + OPEN] = 0
-            break
+        # One chunk is taken in any case.
+        if chunk != words[slot + FIRST] and words[slot + SOON] != NEVER:
+            call_c(words[_CLOCK], (_MONOTONIC, int(clock.ctypes.data)))
+            now = clock[0] * 1_000_000_000 + clock[1]
+            is_soon = words[OTHERS_WAIT] != 0 and now >= words[slot + SOON]
+            if is_soon or now >= words[slot + LATE]:
+                words[slot + OPEN] = 0
+                break
         if replace_atomically(_address(words, slot + NEXT), chunk, chunk + 1) == 0:
             continue  # another thread has taken it
         ended = call_chunk(words[slot + FUNCTION], (words[slot + ARGUMENTS], chunk))
@@ -378,17 +383,6 @@ def _work(words: Any, slot: int) -> None:
     if _add(words, slot + INSIDE, -1) == 1:
         _add(words, slot + _EMPTIED, 1)
         _wake(words, slot + _EMPTIED, 1)
-
-
-@inlined
-def _is_cut(words: Any, slot: int, chunk: int, clock: Any) -> bool:
-    """Tell whether the task ends before a chunk, of which one has been taken in any case."""
-    if chunk == words[slot + FIRST] or words[slot + SOON] == NEVER:
-        return False
-    call_c(words[_CLOCK], (_MONOTONIC, int(clock.ctypes.data)))
-    now = clock[0] * 1_000_000_000 + clock[1]
-    is_soon = words[OTHERS_WAIT] != 0 and now >= words[slot + SOON]
-    return bool(is_soon or now >= words[slot + LATE])
 
 
 @inlined
@@ -426,9 +420,6 @@ def _sleep(words: Any, index: int, seen: int) -> None:
 
 
 # ------------------------------------------------------------------------- callers, and the threads
-
-#: Tasks that helpers work on at a time; further ones run on their caller's thread alone.
-_SLOTS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,13 +19,12 @@ Numba's own cache reads its pickles without a check: a file that is cut off ends
 disk does too, and what anybody may have written is executed. Here the same pickles are in files of
 `warpfit_server.compile_cache`, and what cannot be read is compiled again.
 
-Compilation in other processes, once for all engines that share a cache directory.
-
 Numba and LLVM compile on one core, whatever the number of threads, and keep some 200 MiB of memory
-afterwards. So several processes compile parts of the code into one directory, from which the engine
-loads it. `begin` starts them: they compile the groups of parts in the order in which they are
-needed, and `wait` waits for one group. A part that a process fails to compile is compiled when it
-is loaded, and so is all code where there is no directory to write to.
+afterwards. So several processes compile parts of the code into one directory, once for all engines
+that share it, and an engine loads it from there. `begin` starts them: they compile the groups of
+parts in the order in which they are needed, and `wait` waits for one group. A part that a process
+fails to compile is compiled when it is loaded, and so is all code where there is no directory to
+write to.
 """
 
 from __future__ import annotations
@@ -61,6 +60,25 @@ from warpfit_server import compile_cache
 from warpfit_server.compile_cache import default_cache_directory, numba_directory
 from warpfit_server.machine import available_cores
 
+_LOG: Final = logging.getLogger("warpfit.engine")
+#: Versions whose libraries are known.
+KNOWN_VERSIONS: Final = ((0, 68),)
+INSTRUCTIONS: Final = Path(__file__).with_name("instructions.xz")
+#: The types of a function that runs a chunk; see `argument_block`.
+_CHUNK: Final = types.int64(types.int64, types.int64)
+#: Niceness of threads that compute, which `engine_start` passes on from the setting. Threads that
+#: take and answer calls need a core for a moment only and go before them; at the same priority
+#: Linux may let those wait for 3 ms.
+NICE: Final = int(os.environ.get("WARPFIT_ENGINE_NICE", "10"))
+#: Niceness of compilers once the group is done for which a start waits.
+_BACKGROUND_NICE: Final = 10
+#: Of so many cores, one may load code while the engine serves.
+_CORES_A_THREAD: Final = 4
+#: Loads code that nobody waits for yet, in the order in which it is first needed.
+BACKGROUND: Final = ThreadPoolExecutor(max(1, available_cores() // _CORES_A_THREAD), "compile")
+#: Loads code that a caller waits for, who would otherwise wait for the code above, too.
+WANTED: Final = ThreadPoolExecutor(2, "compile-wanted")
+
 
 def _no_blas() -> None:
     raise ImportError("no compiled function calls BLAS")
@@ -69,10 +87,8 @@ def _no_blas() -> None:
 # Numba imports SciPy, if there is one, only to look for BLAS: a fifth of the time of a start.
 linalg.ensure_blas = _no_blas
 
-# -------------------------------------------------------------------------------- libraries of code
 
-#: Versions whose libraries are known.
-KNOWN_VERSIONS: Final = ((0, 68),)
+# -------------------------------------------------------------------------------- libraries of code
 
 
 class _WithParts(codegen.JITCodeLibrary):  # type: ignore[misc]
@@ -186,8 +202,6 @@ def compiler_options() -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------- instructions
 
-INSTRUCTIONS: Final = Path(__file__).with_name("instructions.xz")
-
 
 class Function(NamedTuple):
     """A function as the file has it."""
@@ -252,9 +266,6 @@ def name_of(function: Any) -> str:
 
 
 # ---------------------------------------------------------------------------------------- the cache
-
-#: The types of a function that runs a chunk; see `argument_block`.
-_CHUNK: Final = types.int64(types.int64, types.int64)
 
 
 def njit(**options: Any) -> Any:
@@ -397,19 +408,7 @@ def _own_directory() -> Path:
     return numba_directory(default_cache_directory())
 
 
-_LOG: Final = logging.getLogger("warpfit.engine")
-#: Niceness of threads that compute, which `engine_start` passes on from the setting. Threads that
-#: take and answer calls need a core for a moment only and go before them; at the same priority
-#: Linux may let those wait for 3 ms.
-NICE: Final = int(os.environ.get("WARPFIT_ENGINE_NICE", "10"))
-#: Niceness of compilers once the group is done for which a start waits.
-_BACKGROUND_NICE: Final = 10
-#: Of so many cores, one may load code while the engine serves.
-_CORES_A_THREAD: Final = 4
-#: Loads code that nobody waits for yet, in the order in which it is first needed.
-BACKGROUND: Final = ThreadPoolExecutor(max(1, available_cores() // _CORES_A_THREAD), "compile")
-#: Loads code that a caller waits for, who would otherwise wait for the code above, too.
-WANTED: Final = ThreadPoolExecutor(2, "compile-wanted")
+# ------------------------------------------------------------------------------------ the processes
 
 
 def begin(
@@ -459,7 +458,7 @@ def wait(place: Path, group: str) -> None:
         _note_done(place, group)
 
 
-def run_parts(parts: Mapping[str, Callable[[Path], object]], arguments: Sequence[str]) -> None:
+def run_parts(parts: Mapping[str, Callable[[], object]], arguments: Sequence[str]) -> None:
     """Compile parts in this process, which `begin` has started with these arguments.
 
     These are the directory, and for each group its lock, its name and the names of parts.
@@ -471,7 +470,7 @@ def run_parts(parts: Mapping[str, Callable[[Path], object]], arguments: Sequence
         if index == 1:
             os.nice(_BACKGROUND_NICE)  # from here on evaluations have priority
         for name in names.split(",") if names else ():
-            parts[name](place)
+            parts[name]()
         os.close(int(lock))
         _note_done(place, group, fcntl.LOCK_NB)  # unless another process is at it: that will
 

@@ -26,6 +26,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -234,8 +235,7 @@ class _Search:
     ) -> Steps[SearchProgress]:
         """Run the search to its end."""
         request, self._settings = self._request, settings
-        # In random order, so that the first ones stand for all.
-        rows = yield from self._in_random_order((yield from self._draw_rows()))
+        rows = yield from self._draw_rows()
         columns = yield from self._choose_columns(rows)
         yield None
         functions, template = [columns], request.template
@@ -287,6 +287,7 @@ class _Search:
         self._report(self._progress(None))
         if self._request.pairs and self._request.template is None:
             rows, first = self._rows, slice(0, PAIR_ROWS)
+            target = self._screening.target[first]
             self._pairing = PairSearch(
                 operators={
                     name: weight
@@ -295,9 +296,9 @@ class _Search:
                 },
                 columns=columns,
                 X=rows.variables[:, first],
-                target=self._screening.target[first],
+                target=target,
                 weights=None if rows.weights is None else self._screening.weights[first],
-                values=self._values,
+                values=partial(self._evaluated, dataset=rows, rows=len(target)),
                 admissible=self._allowed,
                 weigher=new_weigher(),
                 width=int(self._grammar[WIDTH]),
@@ -448,17 +449,12 @@ class _Search:
         own = self._rng.integers(settings.island, size=count)
         return islands * settings.island + own
 
-    def _values(self, formulas: Population) -> Steps[Floats]:
-        """Evaluate formulas without parameters on the rows of pairs, [formulas, rows]."""
-        batch = Batch(
-            formulas.codes, formulas.values, formulas.lengths,
-            parameter_counts=np.zeros(len(formulas), np.uint32), parameters=np.empty(0),
-        )  # fmt: skip
-        rows = min(PAIR_ROWS, len(self._screening.target))
-        return (yield from self._evaluated(batch, self._rows, rows))
+    def _evaluated(self, formulas: Population, dataset: Dataset, rows: int) -> Steps[Floats]:
+        """Evaluate formulas on the first rows of a data set, [formulas, rows].
 
-    def _evaluated(self, batch: Batch, dataset: Dataset, rows: int) -> Steps[Floats]:
-        """Evaluate formulas on the first rows of a data set, [formulas, rows]."""
+        They have parameters only if they are a batch.
+        """
+        batch = formulas if isinstance(formulas, Batch) else _plain(formulas)
         values = np.empty((len(batch), 1, rows))
         outputs = Outputs(values, None, self._cancelled, lambda programs: None)
         problem = Evaluation(dataset.content_id, batch, (0, rows))
@@ -517,10 +513,24 @@ class _Search:
         self._whole = whole
 
     def _screen(self, rows: NDArray[np.int64], columns: list[int]) -> Steps[Screening]:
-        """Load the screening rows in the type in which formulas are scored."""
-        single = yield from self._suits_float32(columns)
-        scoring = self._rows
-        if single:
+        """Load the screening rows in the type in which formulas are scored.
+
+        It is float32 if that tells the numbers of the columns apart, and their powers.
+        """
+        least, most = _SINGLE_RANGE
+        some = max(1, _ROWS_AT_ONCE // self._rows.layout.rows)
+        for first in range(0, len(columns), some):
+            numbers = np.abs(self._rows.variables[columns[first : first + some]])
+            sound = numbers[np.isfinite(numbers) & (numbers > 0)]
+            if len(sound) and not (least < sound.min() and sound.max() < most):
+                scoring = self._rows
+                break
+            spread, size = numbers.std(axis=1), numbers.max(axis=1)
+            if not ((spread == 0) | (spread > _SINGLE_SPREAD * size)).all():
+                scoring = self._rows
+                break
+            yield None
+        else:
             scoring = yield from self._load_rows(rows, np.dtype(np.float32))
         target, weights = self._rows.target, self._rows.weights
         assert target is not None
@@ -546,7 +556,22 @@ class _Search:
         numbers = 0 if template is None else template.parameters
         sizes = np.array([size - numbers for size, _ in found], np.int64)
         losses = self._signed(np.array([entry.loss for _, entry in found]))
-        parts = self._parts_of(found) if self._composer.is_needed else None
+        parts = None
+        if self._composer.is_needed:  # the functions and numbers of formulas, with their constants
+            constant = Population(
+                np.array([PARAMETER], np.uint8), np.zeros(1), np.ones(1, np.uint32)
+            )
+            codes, values, lengths = [np.empty(0, np.uint8)], [np.empty(0)], list[int]()
+            for _, entry in found:
+                own = constant if entry.parts is None else entry.parts.population()
+                is_number = own.codes == PARAMETER
+                filled = own.values.copy()
+                filled[is_number] = entry.parameters[own.values[is_number].astype(np.int64)]
+                codes.append(np.where(is_number, np.uint8(CONSTANT), own.codes))
+                values.append(filled)
+                lengths += part_lengths(self._grammar, own.codes)
+            tokens = np.concatenate(codes), np.concatenate(values)
+            parts = _plain(Population(*tokens, np.array(lengths, np.uint32)))
         return SearchProgress(
             front=Front(self._batch_of(found), sizes, losses, parts),
             seconds=time.monotonic() - self._began,
@@ -558,24 +583,6 @@ class _Search:
             restarts=self._restarts,
             reason=reason,
         )
-
-    def _parts_of(self, found: Sequence[tuple[int, _Entry]]) -> Batch:
-        """Return the functions and numbers of formulas, with their constants."""
-        constant = Population(np.array([PARAMETER], np.uint8), np.zeros(1), np.ones(1, np.uint32))
-        codes, values, lengths = [np.empty(0, np.uint8)], [np.empty(0)], list[int]()
-        for _, entry in found:
-            own = constant if entry.parts is None else entry.parts.population()
-            is_number = own.codes == PARAMETER
-            numbers = own.values.copy()
-            numbers[is_number] = entry.parameters[own.values[is_number].astype(np.int64)]
-            codes.append(np.where(is_number, np.uint8(CONSTANT), own.codes))
-            values.append(numbers)
-            lengths += part_lengths(self._grammar, own.codes)
-        counts = np.zeros(len(lengths), np.uint32)
-        return Batch(
-            np.concatenate(codes), np.concatenate(values), np.array(lengths, np.uint32),
-            parameter_counts=counts, parameters=np.empty(0),
-        )  # fmt: skip
 
     @property
     def _is_constant_allowed(self) -> bool:
@@ -601,23 +608,20 @@ class _Search:
     # --------------------------------------------------------------------------------------- rows
 
     def _draw_rows(self) -> Steps[NDArray[np.int64]]:
-        """Draw the screening rows among those of the request that have a weight; ascending."""
+        """Draw the screening rows among those of the request that have a weight.
+
+        They are in random order, so that the first ones stand for all.
+        """
         start, stop = self._request.row_range(self._dataset.layout)
         weights, most = self._dataset.weights, self._request.screening_rows
-        if weights is None:
-            if stop - start <= most:
-                return np.arange(start, stop)
-            return start + np.sort(
-                self._rng.choice(stop - start, most, replace=False, shuffle=False)
-            )
         blocks = [slice(first, min(stop, first + _ROWS_AT_ONCE))
                   for first in range(start, stop, _ROWS_AT_ONCE)]  # fmt: skip
-        counts = [0]
-        for block in blocks:
-            counts.append(int(np.count_nonzero(weights[block])))
-            yield None
-        ends = np.cumsum(counts)
-        total = int(ends[-1])
+        total, counts = stop - start, [0]
+        if weights is not None:
+            for block in blocks:
+                counts.append(int(np.count_nonzero(weights[block])))
+                yield None
+            total = sum(counts)
         if not total:
             raise InvalidArgumentError(
                 f"none of the rows {start} to {stop - 1} has a weight",
@@ -628,16 +632,16 @@ class _Search:
         drawn = np.arange(min(total, most))
         if total > most:
             drawn = np.sort(self._rng.choice(total, most, replace=False, shuffle=False))
-        parts = []
-        for block, before, behind in zip(blocks, ends, ends[1:], strict=False):
-            own = drawn[slice(*np.searchsorted(drawn, (before, behind)))] - before
-            if len(own):
-                parts.append(block.start + np.flatnonzero(weights[block])[own])
-                yield None
-        return np.concatenate(parts)
-
-    def _in_random_order(self, rows: NDArray[np.int64]) -> Steps[NDArray[np.int64]]:
-        """Return rows in random order; many are drawn into parts, each of which is permuted."""
+        rows = start + drawn
+        if weights is not None:
+            parts, ends = [], np.cumsum(counts)
+            for block, before, behind in zip(blocks, ends, ends[1:], strict=False):
+                own = drawn[slice(*np.searchsorted(drawn, (before, behind)))] - before
+                if len(own):
+                    parts.append(block.start + np.flatnonzero(weights[block])[own])
+                    yield None
+            rows = np.concatenate(parts)
+        # Many rows are drawn into parts, each of which is permuted.
         count = 1 + len(rows) // _PERMUTED_AT_ONCE
         parts, owners = [], self._rng.integers(count, size=len(rows)) if count > 1 else None
         for number in range(count):
@@ -717,81 +721,59 @@ class _Search:
             )
         return spread
 
-    def _suits_float32(self, columns: Sequence[int]) -> Steps[bool]:
-        """Return whether float32 tells the numbers of the columns apart, and their powers."""
-        least, most = _SINGLE_RANGE
-        some = max(1, _ROWS_AT_ONCE // self._rows.layout.rows)
-        for first in range(0, len(columns), some):
-            numbers = np.abs(self._rows.variables[list(columns[first : first + some])])
-            sound = numbers[np.isfinite(numbers) & (numbers > 0)]
-            if len(sound) and not (least < sound.min() and sound.max() < most):
-                return False
-            spread, size = numbers.std(axis=1), numbers.max(axis=1)
-            if not ((spread == 0) | (spread > _SINGLE_SPREAD * size)).all():
-                return False
-            yield None
-        return True
-
     # --------------------------------------------------------------------------------------- fits
 
     def _fit(self, found: Scored) -> Steps[None]:
         """Fit formulas on all screening rows, and put them into the archive and their places."""
         for first in range(0, len(found.genomes), _FITTED_AT_ONCE):
             some = slice(first, first + _FITTED_AT_ONCE)
-            genomes, losses, places = found
-            yield from self._fit_some(Scored(genomes.take(some), losses[some], places[some]))
-
-    def _fit_some(self, found: Scored) -> Steps[None]:
-        genomes = found.genomes
-        if self._composer.is_needed and len(genomes):
-            # Without those whose last numbers are in no formula, or that are too long.
-            lifted = self._lifted(genomes)
-            given, whole = lifted.population(), self._composer.composed(lifted)
-            kept = given.needed_parameters() == whole.needed_parameters()
-            found = Scored(genomes.take(kept), found.losses[kept], found.places[kept])
-            genomes = found.genomes
-        if not len(genomes):
-            return
-        batch = self._with_parameters(genomes)
-        yield None
-        result = yield from self._optimize(self._rows, batch, self._request.fit_iterations)
-        yield None
-        self._fits += len(batch)
-        losses = self._signed(result.losses.reshape(-1))
-        inside = np.arange(genomes.codes.shape[1]) < genomes.lengths[:, None]
-        codes = genomes.codes.astype(np.int64)
-        sizes = np.where(inside, self._grammar[COMPLEXITY + codes], 0).sum(axis=1)
-        starts = batch.parameter_starts
-        wanted = [
-            row
-            for row in range(len(batch))
-            if self._archive.wants(int(sizes[row]), float(losses[row]))
-        ]
-        fitted_batch = replace(batch, parameters=result.parameters)
-        for row in (yield from self._monotonic(fitted_batch, wanted)):
-            if self._archive.wants(int(sizes[row]), float(losses[row])):
-                program, own = (
-                    batch[row : row + 1],
-                    result.parameters[starts[row] : starts[row + 1]],
-                )
-                parts = self._lifted(genomes.take([row])) if self._composer.is_needed else None
-                entry = _Entry(program.codes, program.values, own.copy(), float(losses[row]), parts)
-                self._archive.add(int(sizes[row]), entry)
-        is_number = inside & (codes == CONSTANT)
-        is_inner = np.ones(len(result.parameters), bool)
-        for behind in range(1, self._screening.fitted + 1):
-            is_inner[starts[1:] - behind] = False
-        fitted = genomes.values.astype(np.float64)
-        fitted[is_number] = result.parameters[is_inner]
-        is_small = (np.abs(np.where(is_number, fitted, 0.0)) <= LARGEST).all(axis=1)
-        # A colony has no room for what other operators than its own need.
-        known = (self._grammar[ALLOWED + codes] == 1) | (codes < FIRST_OPERATOR) | ~inside
-        is_back = (found.places >= 0) & np.isfinite(losses) & is_small & known.all(axis=1)
-        back = np.flatnonzero(is_back)
-        if len(back):
-            assert self._colony is not None
-            better = Genomes(genomes.codes, fitted, genomes.lengths).take(back)
-            yield from self._colony.insert(better, found.places[back])
+            genomes, places = found.genomes.take(some), found.places[some]
+            if self._composer.is_needed:
+                # Without those whose last numbers are in no formula, or that are too long.
+                lifted = self._lifted(genomes)
+                given, whole = lifted.population(), self._composer.composed(lifted)
+                kept = given.needed_parameters() == whole.needed_parameters()
+                genomes, places = genomes.take(kept), places[kept]
+                if not len(genomes):
+                    continue
+            batch = self._with_parameters(genomes)
+            yield None
+            result = yield from self._optimize(self._rows, batch, self._request.fit_iterations)
+            yield None
+            self._fits += len(batch)
+            losses = self._signed(result.losses.reshape(-1))
+            inside = np.arange(genomes.codes.shape[1]) < genomes.lengths[:, None]
+            codes = genomes.codes.astype(np.int64)
+            sizes = np.where(inside, self._grammar[COMPLEXITY + codes], 0).sum(axis=1)
+            starts = batch.parameter_starts
+            wanted = [
+                row
+                for row in range(len(batch))
+                if self._archive.wants(int(sizes[row]), float(losses[row]))
+            ]
+            fitted_batch = replace(batch, parameters=result.parameters)
+            for row in (yield from self._monotonic(fitted_batch, wanted)):
+                if self._archive.wants(int(sizes[row]), float(losses[row])):
+                    own = batch[row : row + 1]
+                    numbers = result.parameters[starts[row] : starts[row + 1]].copy()
+                    parts = self._lifted(genomes.take([row])) if self._composer.is_needed else None
+                    entry = _Entry(own.codes, own.values, numbers, float(losses[row]), parts)
+                    self._archive.add(int(sizes[row]), entry)
+            is_number = inside & (codes == CONSTANT)
+            is_inner = np.ones(len(result.parameters), bool)
+            for behind in range(1, self._screening.fitted + 1):
+                is_inner[starts[1:] - behind] = False
+            fitted = genomes.values.astype(np.float64)
+            fitted[is_number] = result.parameters[is_inner]
+            is_small = (np.abs(np.where(is_number, fitted, 0.0)) <= LARGEST).all(axis=1)
+            # A colony has no room for what other operators than its own need.
+            known = (self._grammar[ALLOWED + codes] == 1) | (codes < FIRST_OPERATOR) | ~inside
+            is_back = (places >= 0) & np.isfinite(losses) & is_small & known.all(axis=1)
+            back = np.flatnonzero(is_back)
+            if len(back):
+                assert self._colony is not None
+                better = Genomes(genomes.codes, fitted, genomes.lengths).take(back)
+                yield from self._colony.insert(better, places[back])
 
     def _monotonic(self, batch: Batch, wanted: list[int]) -> Steps[list[int]]:
         """Return those of some formulas that rise and fall as they have to on screening rows."""
@@ -880,3 +862,9 @@ class _Search:
             threads=self._engine.threads,
         )
         return (yield from optimize(FitRequest(problem, settings), context))
+
+
+def _plain(formulas: Population) -> Batch:
+    """Return formulas without parameters as a batch."""
+    counts, tokens = np.zeros(len(formulas), np.uint32), (formulas.codes, formulas.values)
+    return Batch(*tokens, formulas.lengths, parameter_counts=counts, parameters=np.empty(0))

@@ -616,28 +616,21 @@ def change_tokens(
 # ---------------------------------------------------------------------------------- simplification
 
 
-def _scalar_operators() -> Any:
-    """Return a function of code and operands that computes the operators of the table.
-
-    CUDA C++ has a function of the same name, a switch that `engine/cuda/search`
-    writes.
-    """
-    lines = ["def apply_operator(code, a, b, c):"]
-    lines += [f"    if code == {row.code}: return {row.kernel}" for row in OPERATORS.values()]
-    lines += ["    return nan"]
-    known = {name: getattr(np, name, None) or getattr(math, name) for name in _PLAIN}
-    known |= {"abs": abs, "mod": np.mod, "tgamma": math.gamma, "nan": math.nan, "select": _select}
-    exec("\n".join(lines), known)
-    return register_jitable(error_model="numpy")(known["apply_operator"])
-
-
 @register_jitable  # type: ignore[untyped-decorator]
 def _select(condition: Any, x: Any, y: Any) -> Any:
     return float(x) if condition else float(y)
 
 
 _PLAIN: Final = KERNEL_FUNCTIONS - {"abs", "mod", "tgamma", "digamma"}
-apply_operator: Final = _scalar_operators()
+_KNOWN: Final[dict[str, Any]] = {
+    **{name: getattr(np, name, None) or getattr(math, name) for name in _PLAIN},
+    **{"abs": abs, "mod": np.mod, "tgamma": math.gamma, "nan": math.nan, "select": _select},
+}
+_LINES: Final = [f"    if code == {row.code}: return {row.kernel}" for row in OPERATORS.values()]
+exec("\n".join(["def apply_operator(code, a, b, c):", *_LINES, "    return nan"]), _KNOWN)
+#: Computes the operator of a code. CUDA C++ has a function of the same name, a switch that
+#: `engine/cuda/search` writes.
+apply_operator: Final = register_jitable(error_model="numpy")(_KNOWN["apply_operator"])
 
 
 @portable

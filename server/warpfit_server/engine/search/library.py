@@ -4,9 +4,8 @@ Formulas are a `Population`, without parameters. `packed` joins the tokens of se
 v, plus])[i]`` is ``u[i] v[i] +`` in postfix. The library has small trees, products of powers, sums
 of two of these, and functions of both; each kind has about a seventh of it.
 
-Weighing all pairs: the best products and sums of two formulas, by matrix products.
-
-The simple form, for values u of m formulas, v of n others, weights w and a target t:
+All pairs of them are weighed by matrix products, which finds the best products and sums. The simple
+form, for values u of m formulas, v of n others, weights w and a target t:
 
     for each u, v:
         error[u, v] = least sum of w (t - a - c u - b u v)^2     (a sum: - a - c u - b v)
@@ -25,7 +24,7 @@ the pairs, and the errors that it returns are fitted in float64.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -36,127 +35,8 @@ from warpfit.ir import Population, pieces
 from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, VARIABLE
 from warpfit_server.engine.interface import Steps
 
-Singles: TypeAlias = NDArray[np.float32]
-
-#: A formula whose variance beside what is fitted with it is below this part of its mean square is
-#: left out: it is a rounding error of a constant.
-LEAST_VARIATION: Final = 1e-4
-#: Error with which a formula u explains a target of variance 1, so that its pairs are left out:
-#: values are rounded to float32.
-LEAST_REST: Final = 1e-12
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fit:
-    """What pairs are fitted to, and what is fitted beside them."""
-
-    roots: Floats
-    """Square roots of the weights, [rows]; the weights' sum is 1."""
-    known: Floats
-    """Orthonormal rows that are fitted beside each pair, times the roots: the constant, and a
-    formula that pairs are added to; [known, rows]."""
-    target: Floats
-    """Target times the roots without what the known rows explain, [rows]."""
-    is_product: bool
-    """Whether pairs are products u v, or sums u + v."""
-    beside: bool = True
-    """Whether u is fitted beside a product; it always is beside a sum."""
-
-    @classmethod
-    def of(
-        cls, target: Floats, weights: Floats, base: Floats, is_product: bool, beside: bool = True
-    ) -> Fit:
-        """Describe a fit beside the formulas of which ``base`` has the values, [formulas, rows]."""
-        roots = np.sqrt(weights)
-        basis = np.vstack([np.ones_like(roots), base]) * roots
-        known = np.zeros((0, len(roots)))
-        for row in basis:
-            length = np.linalg.norm(row)
-            for _ in range(2):
-                row = row - (known @ row) @ known
-            rest = np.linalg.norm(row)
-            if rest > np.sqrt(LEAST_VARIATION) * length:
-                known = np.vstack([known, row / rest])
-        own = target * roots
-        return cls(roots, known, own - (known @ own) @ known, is_product, beside)
-
-    def sides(self, left: Singles) -> Sides:
-        """Prepare left formulas, [formulas, rows]."""
-        weighted = left * self.roots
-        own = np.zeros_like(weighted)
-        if self.beside:
-            own = weighted.copy()
-            for _ in range(2):
-                own -= (own @ self.known.T) @ self.known
-            length, before = np.linalg.norm(own, axis=1), np.linalg.norm(weighted, axis=1)
-            sound = length > np.sqrt(LEAST_VARIATION) * before
-            own = np.where(sound[:, None], own, 0.0) / np.where(sound, length, 1.0)[:, None]
-        target = self.target - (own @ self.target)[:, None] * own
-        return Sides(left, own, target, np.square(target).sum(axis=1))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sides:
-    """Left formulas of a fit."""
-
-    values: Singles
-    """[formulas, rows]."""
-    own: Floats
-    """Unit rows of what each formula adds to the known rows, or 0; [formulas, rows]."""
-    targets: Floats
-    """The target without what the known rows and the formula explain, [formulas, rows]."""
-    rest: Floats
-    """Squared lengths of the targets, [formulas]."""
-
-    def factors(self, fit: Fit) -> Floats:
-        """Return the left factors of the matrix products with v, [products, formulas, rows].
-
-        The first is that of f.r, the others are those of the projections of f.
-        """
-        shape = self.own.shape
-        if not fit.is_product:
-            return np.stack([self.targets, self.own]) * fit.roots
-        rows = [self.targets, *([self.own] if fit.beside else [])]
-        rows += [np.broadcast_to(row, shape) for row in fit.known]
-        return np.stack(rows) * (self.values * fit.roots)
-
-
-class Weigher(Protocol):
-    """Weighs pairs on an engine."""
-
-    block: int
-    """Most left formulas that are weighed together, and of which the best pairs are kept."""
-    kept: int
-    """Pairs of a block that are worth keeping."""
-    rows: int
-    """Rows on which it is worth to weigh pairs, about; what is best is fitted on all rows."""
-
-    def prepared(self, values: Singles) -> Any:
-        """Return values of formulas, [formulas, rows], in the form in which `best` takes them.
-
-        Its length is the number of formulas. What is prepared once may be used by many calls.
-        """
-
-    def best(
-        self, fit: Fit, left: Singles, right: Sequence[Any], count: int
-    ) -> Steps[tuple[Floats, Indices, Indices]]:
-        """Return errors in ascending order and the places of the best pairs, at most ``count``.
-
-        Args:
-            fit: what pairs are fitted to.
-            left: values of at most ``block`` formulas, [left, rows].
-            right: the others, as `prepared` returns them; a place counts through all of them.
-            count: of pairs to return.
-        """
-
-    def close(self) -> None:
-        """End its threads, and free its memory."""
-
-    def bytes_needed(self, rows: int, count: int) -> int:
-        """Return the bytes of memory beside the arguments, at most."""
-
-
 Floats: TypeAlias = NDArray[np.float64]
+Singles: TypeAlias = NDArray[np.float32]
 Indices: TypeAlias = NDArray[np.int64]
 #: Tokens of one formula: code and value.
 Formula: TypeAlias = tuple[tuple[int, float], ...]
@@ -187,6 +67,12 @@ _MAY_BE_INSIDE: Final = {
     )
     for is_algebraic in (False, True)
 }
+#: A formula whose variance beside what is fitted with it is below this part of its mean square is
+#: left out: it is a rounding error of a constant.
+LEAST_VARIATION: Final = 1e-4
+#: Error with which a formula u explains a target of variance 1, so that its pairs are left out:
+#: values are rounded to float32.
+LEAST_REST: Final = 1e-12
 
 
 # -------------------------------------------------------------------------------------- formulas
@@ -327,7 +213,17 @@ def _small_trees(
     sizes = {1: joined([leaves, _of_one(1)])}
     found, left = [leaves], most - len(columns)
     for size in range(2, _TREE_SIZE + 1):
-        groups = [group for name in operators for group in _operands(name, size, sizes)]
+        groups, rest = list[tuple[str, Population, Population]](), size - 1
+        for name in operators:
+            arity = OPERATORS[name].arity
+            if arity == 1:  # which has anything as its second operand
+                parts = sizes[rest]
+                roots = parts.codes[parts.starts[1:] - 1]
+                inner = parts[_MAY_BE_INSIDE[name in _ALGEBRAIC][roots]]
+                groups.append((name, inner, sizes[1][:1]))
+            if arity == 2:
+                last = rest // 2 if name in _COMMUTATIVE else rest - 1
+                groups += [(name, sizes[a], sizes[rest - a]) for a in range(1, last + 1)]
         ends = np.cumsum([0, *(len(one) * len(other) for _, one, other in groups)])
         count = int(ends[-1])
         if count > left:
@@ -337,8 +233,8 @@ def _small_trees(
         made = [leaves[:0]]
         for (name, one, other), first, stop in zip(groups, ends, ends[1:], strict=False):
             own = drawn[slice(*np.searchsorted(drawn, (first, stop)))] - first
-            parts = [one[own // len(other)], other[own % len(other)]]
-            made.append(_applied(name, *parts[: OPERATORS[name].arity]))
+            operands = [one[own // len(other)], other[own % len(other)]]
+            made.append(_applied(name, *operands[: OPERATORS[name].arity]))
         trees = joined(made)
         owners = np.repeat(np.arange(len(trees)), trees.lengths)
         variables = np.bincount(owners[trees.codes == VARIABLE], minlength=len(trees))
@@ -346,24 +242,6 @@ def _small_trees(
         found.append(sizes[size])
         left -= len(drawn)
     return joined(found)
-
-
-def _operands(
-    name: str, size: int, sizes: Mapping[int, Population]
-) -> Iterator[tuple[str, Population, Population]]:
-    """Yield an operator and what its operands may be, at the root of trees of a size.
-
-    An operator of one operand has anything as its second one.
-    """
-    arity = OPERATORS[name].arity
-    if arity == 1:
-        parts = sizes[size - 1]
-        roots = parts.codes[parts.starts[1:] - 1]
-        yield name, parts[_MAY_BE_INSIDE[name in _ALGEBRAIC][roots]], sizes[1][:1]
-    for first in range(1, size - 1) if arity == 2 else ():
-        if name in _COMMUTATIVE and first > size - 1 - first:
-            return
-        yield name, sizes[first], sizes[size - 1 - first]
 
 
 def _products(
@@ -386,20 +264,18 @@ def _products(
                 continue
             wanted = -(-room // len(exponents))
             chosen = np.array([*itertools.islice(itertools.combinations(columns, factors), wanted)])
-            made = [_filled(product(dict(enumerate(e)), operators), chosen) for e in exponents]
+            made = []
+            for one in exponents:  # its variable i becomes column ``chosen[:, i]``
+                formula = product(dict(enumerate(one)), operators)
+                codes, values = (np.array(part) for part in zip(*formula, strict=True))
+                numbers, variables = np.tile(values, (len(chosen), 1)), codes == VARIABLE
+                numbers[:, variables] = chosen[:, values[variables].astype(np.int64)]
+                codes = np.tile(codes.astype(np.uint8), len(chosen))
+                lengths = np.full(len(chosen), len(formula), np.uint32)
+                made.append(Population(codes, numbers.reshape(-1), lengths))
             order = np.arange(len(made) * len(chosen)).reshape(len(made), -1).T.ravel()
             found.append(joined(made)[order[:room]])
     return joined(found)
-
-
-def _filled(formula: Formula, columns: Indices) -> Population:
-    """Return a formula of other variables: its variable i becomes column ``columns[:, i]``."""
-    codes, values = (np.array(part) for part in zip(*formula, strict=True))
-    numbers = np.tile(values, (len(columns), 1))
-    variables = np.flatnonzero(codes == VARIABLE)
-    numbers[:, variables] = columns[:, values[variables].astype(np.int64)]
-    lengths = np.full(len(columns), len(codes), np.uint32)
-    return Population(np.tile(codes.astype(np.uint8), len(columns)), numbers.reshape(-1), lengths)
 
 
 def product(powers: Mapping[int, float], operators: Collection[str]) -> Formula:
@@ -461,3 +337,116 @@ def relevant(X: Floats, target: Floats, most: int) -> Steps[Indices]:
         found[part] = np.abs(sides).max(axis=0)
         yield None
     return np.sort(np.argsort(-found, kind="stable")[:most])
+
+
+# -------------------------------------------------------------------------------- weighing of pairs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fit:
+    """What pairs are fitted to, and what is fitted beside them."""
+
+    roots: Floats
+    """Square roots of the weights, [rows]; the weights' sum is 1."""
+    known: Floats
+    """Orthonormal rows that are fitted beside each pair, times the roots: the constant, and a
+    formula that pairs are added to; [known, rows]."""
+    target: Floats
+    """Target times the roots without what the known rows explain, [rows]."""
+    is_product: bool
+    """Whether pairs are products u v, or sums u + v."""
+    beside: bool = True
+    """Whether u is fitted beside a product; it always is beside a sum."""
+
+    @classmethod
+    def of(
+        cls, target: Floats, weights: Floats, base: Floats, is_product: bool, beside: bool = True
+    ) -> Fit:
+        """Describe a fit beside the formulas of which ``base`` has the values, [formulas, rows]."""
+        roots = np.sqrt(weights)
+        basis = np.vstack([np.ones_like(roots), base]) * roots
+        known = np.zeros((0, len(roots)))
+        for row in basis:
+            length = np.linalg.norm(row)
+            for _ in range(2):
+                row = row - (known @ row) @ known
+            rest = np.linalg.norm(row)
+            if rest > np.sqrt(LEAST_VARIATION) * length:
+                known = np.vstack([known, row / rest])
+        own = target * roots
+        return cls(roots, known, own - (known @ own) @ known, is_product, beside)
+
+    def sides(self, left: Singles) -> Sides:
+        """Prepare left formulas, [formulas, rows]."""
+        weighted = left * self.roots
+        own = np.zeros_like(weighted)
+        if self.beside:
+            own = weighted.copy()
+            for _ in range(2):
+                own -= (own @ self.known.T) @ self.known
+            length, before = np.linalg.norm(own, axis=1), np.linalg.norm(weighted, axis=1)
+            sound = length > np.sqrt(LEAST_VARIATION) * before
+            own = np.where(sound[:, None], own, 0.0) / np.where(sound, length, 1.0)[:, None]
+        target = self.target - (own @ self.target)[:, None] * own
+        return Sides(left, own, target, np.square(target).sum(axis=1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sides:
+    """Left formulas of a fit."""
+
+    values: Singles
+    """[formulas, rows]."""
+    own: Floats
+    """Unit rows of what each formula adds to the known rows, or 0; [formulas, rows]."""
+    targets: Floats
+    """The target without what the known rows and the formula explain, [formulas, rows]."""
+    rest: Floats
+    """Squared lengths of the targets, [formulas]."""
+
+    def factors(self, fit: Fit) -> Floats:
+        """Return the left factors of the matrix products with v, [products, formulas, rows].
+
+        The first is that of f.r, the others are those of the projections of f.
+        """
+        shape = self.own.shape
+        if not fit.is_product:
+            return np.stack([self.targets, self.own]) * fit.roots
+        rows = [self.targets, *([self.own] if fit.beside else [])]
+        rows += [np.broadcast_to(row, shape) for row in fit.known]
+        return np.stack(rows) * (self.values * fit.roots)
+
+
+class Weigher(Protocol):
+    """Weighs pairs on an engine."""
+
+    block: int
+    """Most left formulas that are weighed together, and of which the best pairs are kept."""
+    kept: int
+    """Pairs of a block that are worth keeping."""
+    rows: int
+    """Rows on which it is worth to weigh pairs, about; what is best is fitted on all rows."""
+
+    def prepared(self, values: Singles) -> Any:
+        """Return values of formulas, [formulas, rows], in the form in which `best` takes them.
+
+        Its length is the number of formulas. What is prepared once may be used by many calls.
+        """
+
+    def best(
+        self, fit: Fit, left: Singles, right: Sequence[Any], count: int
+    ) -> Steps[tuple[Floats, Indices, Indices]]:
+        """Return errors in ascending order and the places of the best pairs, at most ``count``.
+
+        Args:
+            fit: what pairs are fitted to.
+            left: values of at most ``block`` formulas, [left, rows].
+            right: the others, as `prepared` returns them; a place counts through all of them.
+            count: of pairs to return.
+        """
+
+    def close(self) -> None:
+        """End its threads, and free its memory."""
+
+    def bytes_needed(self, rows: int, count: int) -> int:
+        """Return the bytes of memory beside the arguments, at most."""

@@ -295,7 +295,17 @@ class PairSearch:
         self._turns[place] += 1
         rounds, kind = divmod(turn, _KINDS)
         if kind == _ADDING and rounds % 2:
-            found = yield from self._beside_short(view, rounds // 2)
+            # Pairs beside some of the short formulas, those that explain most of the view first.
+            short = self.known[:_SHORT]
+            short = short[~short.inverted]
+            given = [self._prepare(short)], len(short)
+            _, order = yield from self.weighed(view, short[:0], None, *given, is_product=False)
+            found: list[_Found] = []
+            for one in np.roll(order, -(rounds // 2) * _SHORT_BASES)[:_SHORT_BASES]:
+                prepared = [self._prepared["known"]]
+                base, right = short[[one]], [self.known]
+                fitter = _Fitter(self, view, base, right, prepared, _SHARPENED, False)
+                found += yield from fitter.found([short[:_SHORT_LEFT]])
             return (yield from self._best(place, found))
         block = rounds if kind in (_SCALING, _ADDING) else 3 * rounds + kind // 2
         start = block * self.weigher.block % max(1, len(self.known))
@@ -314,9 +324,9 @@ class PairSearch:
                 self._functions = yield from self._scaled((yield from self._table(inner)))
                 self._prepared["functions"] = self._prepare(self._functions)
             right[0] = self._functions
-        prepared = self._prepared["functions" if scaled else "known"]
+        prepared = [self._prepared["functions" if scaled else "known"], self._prepare(best)]
         count = _SHARPENED if scaled else self.weigher.kept
-        fitter = _Fitter(self, view, base, right, [prepared, self._prepare(best)], count, scaled)
+        fitter = _Fitter(self, view, base, right, prepared, count, scaled)
         found = yield from fitter.found(lefts)
         return (yield from self._best(place, found))
 
@@ -389,22 +399,6 @@ class PairSearch:
         _, one, other = yield from self.weigher.best(fit, values, right, count)
         self.pairs += len(values) * sum(map(len, right))
         return one, other
-
-    def _beside_short(self, view: View, turn: int) -> Steps[list[_Found]]:
-        """Find pairs beside some of the short formulas, those that explain most of a view first."""
-        short = self.known[:_SHORT]
-        short = short[~short.inverted]
-        prepared = [self._prepare(short)]
-        _, order = yield from self.weighed(
-            view, short[:0], None, prepared, len(short), is_product=False
-        )
-        found: list[_Found] = []
-        chosen = np.roll(order, -turn * _SHORT_BASES)[:_SHORT_BASES]
-        for one in chosen:
-            prepared = [self._prepared["known"]]
-            fitter = _Fitter(self, view, short[[one]], [self.known], prepared, _SHARPENED, False)
-            found += yield from fitter.found([short[:_SHORT_LEFT]])
-        return found
 
     def _best(self, place: int, found: Sequence[_Found]) -> Steps[Population]:
         """Extend a view's beam by the best pairs, and return formulas of y around them."""
@@ -567,8 +561,18 @@ class _Fitter:
                 u = left[one]
                 v = yield from self._sharpened(places, u, is_product=True)
                 found.append((yield from self._solved([(_product(u, v), _times(u, v))])))
-                if adds:
-                    found.append((yield from self._shifted(u, v)))
+                if adds:  # t = a + b (base + d u (v + c))
+                    errors, a, slopes = yield from self._fit([_times(u, v), u.term()])
+                    with np.errstate(all="ignore"):
+                        shift, ratio = slopes[-1] / slopes[-2], slopes[1] / slopes[0]
+                    # With a smaller shift the product alone is as good.
+                    errors[~(np.abs(shift) >= ROUND * v.scales)] = np.inf
+                    ends = [tokens(np.full(len(a), code)) for code in (ADD, MUL)]
+                    summand = tokens(np.full(len(a), CONSTANT), shift)
+                    inner = packed([u.written(), v.written(), summand, *ends])
+                    for base in self._bases(len(a)):
+                        inner = self._sum(base, inner, ratio)
+                    found.append(_Found(inner, errors, a, slopes[0]))
             if adds and len(left):
                 one, places = yield from self._best(left, is_product=False)
                 u = left[one]
@@ -611,18 +615,6 @@ class _Fitter:
             ratios = slopes[1:] / slopes[0]
         for formulas, ratio in zip(written[1:], ratios, strict=True):
             inner = self._sum(inner, formulas, ratio)
-        return _Found(inner, errors, a, slopes[0])
-
-    def _shifted(self, u: Table, v: Table) -> Steps[_Found]:
-        """Fit t = a + b (base + d u (v + c))."""
-        errors, a, slopes = yield from self._fit([_times(u, v), u.term()])
-        with np.errstate(all="ignore"):
-            shift, ratio = slopes[-1] / slopes[-2], slopes[1] / slopes[0]
-        errors[~(np.abs(shift) >= ROUND * v.scales)] = np.inf  # The product alone is as good.
-        ends = [tokens(np.full(len(a), code)) for code in (ADD, MUL)]
-        inner = packed([u.written(), v.written(), tokens(np.full(len(a), CONSTANT), shift), *ends])
-        for base in self._bases(len(a)):
-            inner = self._sum(base, inner, ratio)
         return _Found(inner, errors, a, slopes[0])
 
     def _bases(self, count: int) -> list[Population]:

@@ -146,7 +146,7 @@ def _double_functions() -> dict[str, Function]:
         "cos": cosine,
         "tan": tangent,
         "tanh": hyperbolic_tangent,
-        "digamma": _digamma,
+        "digamma": lambda x: digamma(x, x.trace.select, _rounding("floor"), logarithm, tangent),
     }
 
 
@@ -160,11 +160,6 @@ def _through_double(function: Function) -> Function:
 
 def _rounding(name: str) -> Function:
     return lambda x: x.trace.intrinsic(name, x)
-
-
-def _digamma(x: Vector) -> Vector:
-    result: Vector = digamma(x, x.trace.select, _rounding("floor"), logarithm, tangent)
-    return result
 
 
 def _gamma_for_single(a: Vector) -> Vector:

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import llvmlite.binding as llvm
@@ -226,9 +225,5 @@ def _link(code: bytes) -> Any:
     return owner
 
 
-def _run(_: Path, name: str) -> None:
-    PARTS[name].load()
-
-
 if __name__ == "__main__":
-    numba_cache.run_parts({name: partial(_run, name=name) for name in PARTS}, sys.argv[1:])
+    numba_cache.run_parts({name: part.load for name, part in PARTS.items()}, sys.argv[1:])

@@ -430,8 +430,25 @@ class DerivativeLaunch:
         size = sum(array.nbytes for array in (wanted.values, wanted.jacobian) if array is not None)
         work = self.resident, spans, self.plan.chunks, wanted.cancelled, launch_one, size
         computed = yield from run_chunks(device, self.context, *work)
-        if self.nodes is not None:
-            self._combine_nodes(self.nodes)
+        nodes, kernels, jobs = self.nodes, self.kernels, self.plan.code.jobs
+        if nodes is not None:  # of which the results are computed
+            count, width = len(nodes_of(nodes.rows, nodes.length)), nodes.sums + nodes.statistics
+            launches = []
+            if nodes.sums:
+                arguments = copied(self.arguments)
+                arguments.partials, arguments.blocks = nodes.address, count
+                arguments.pitch = width
+                arguments.first_tile = nodes.first * block_tiles(self.plan.variant)
+                place = addressof(arguments)
+                launches.append(KernelLaunch(kernels.combine.ptr, jobs, 1, COMBINE_THREADS, place))
+            if nodes.statistics:
+                merged = self._statistics_arguments(0)
+                merged.leaves, merged.leaf_count = nodes.address + 8 * nodes.sums, count
+                merged.leaf_pitch, merged.first_leaf = width, nodes.first
+                merged.rows = nodes.rows[1] - nodes.rows[0]
+                given = kernels.merge_leaves.ptr, jobs, 1, _STATISTICS_THREADS, addressof(merged)
+                launches.append(KernelLaunch(*given))
+            run(self.context, *launches)
             self.context.mark("small")
             yield from self.context.reach("small")
         for name, array in self.small.items():
@@ -556,25 +573,6 @@ class DerivativeLaunch:
                 place = array_address(self.small[name]) + 8 * numbers * first_job
                 setattr(arguments, name, place)
         return arguments
-
-    def _combine_nodes(self, nodes: RowNodes) -> None:
-        """Launch the computation of the results from all nodes."""
-        jobs, kernels = self.plan.code.jobs, self.kernels
-        count, width = len(nodes_of(nodes.rows, nodes.length)), nodes.sums + nodes.statistics
-        if nodes.sums:
-            arguments = copied(self.arguments)
-            arguments.partials, arguments.blocks = nodes.address, count
-            arguments.pitch = width
-            arguments.first_tile = nodes.first * block_tiles(self.plan.variant)
-            place = addressof(arguments)
-            run(self.context, KernelLaunch(kernels.combine.ptr, jobs, 1, COMBINE_THREADS, place))
-        if nodes.statistics:
-            merged = self._statistics_arguments(0)
-            merged.leaves, merged.leaf_count = nodes.address + 8 * nodes.sums, count
-            merged.leaf_pitch, merged.first_leaf = width, nodes.first
-            merged.rows = nodes.rows[1] - nodes.rows[0]
-            work = kernels.merge_leaves.ptr, jobs, 1, _STATISTICS_THREADS, addressof(merged)
-            run(self.context, KernelLaunch(*work))
 
 
 # ----------------------------------------------------------------------------------- driver calls

@@ -14,7 +14,7 @@ encoding for the device adds two things to each instruction: whether an operand 
 instruction before, which is still in registers, and whether its own result is read from a slot
 later. Only one operand of at most two can be in registers; it becomes the first one.
 
-CUDA C++ source of the interpreter of derivatives, generated from the operator table.
+The CUDA C++ source of the interpreter, which reads the code, is generated from the operator table.
 """
 
 from __future__ import annotations
@@ -112,6 +112,54 @@ _NAMES_IN_FIT: Final = (
     "WANTED",
     "TRIAL",
 )
+
+
+#: The approximate functions that replace others in the operator table, by these.
+_FAST: Final = {
+    exact[1]: fast[1]
+    for row in OPERATORS.values()
+    if (exact := re.fullmatch(r"(\w+)\(a(?:, b)?\)", row.kernel))
+    and (fast := re.fullmatch(r"(\w+)\(a(?:, b)?\)", row.cuda_fast or ""))
+}
+#: Structs of derivatives.cu.
+_SOURCE: Final = resources.files(__package__).joinpath("derivatives.cu").read_text()
+PROGRAM: Final = argument_struct(_SOURCE, "Program")
+_ENTRY: Final = argument_struct(_SOURCE, "Entry")
+_LOAD: Final = argument_struct(_SOURCE, "Load")
+#: An instruction: case label, kinds of places, and `_STORE`; indices of the first two operands; the
+#: slot to store to, and the index of the third operand from the 17th bit on.
+_INSTRUCTION: Final = np.dtype([(name, np.uint32) for name in ("head", "first", "second", "last")])
+#: Kinds of a place, in the two lowest bits; an operand that is nowhere is in registers.
+_NOWHERE, _SLOT, _COLUMN, _INVARIANT = range(4)
+_KIND_BITS: Final = 2
+#: First bit of the operands' kinds in an instruction, and the bit of a result that is stored.
+_KINDS: Final = 10
+_STORE: Final = 1 << 16
+#: Largest index in 16 bits.
+_INDEX_LIMIT: Final = 1 << 16
+#: Fields of `PROGRAM` that are places in an array, by the array's name.
+_PLACES_IN: Final = {
+    "instructions": ("first", "prologue"),
+    "columns": ("column",),
+    "entries": ("entry",),
+    "loads": ("load",),
+}
+#: Programs of a chunk.
+_CHUNK: Final = 5
+#: Tokens for each helper, which take about as long as waking it.
+_TOKENS_A_THREAD: Final = 500
+#: Tokens of a batch up to which the calling thread helps and waits: 0.2 ms on 16 cores. With more
+#: it serves others meanwhile.
+_TOKENS_AT_ONCE: Final = 16_000
+#: Tokens for each thread of a step, some 2 ms.
+_TOKENS_A_STEP: Final = 20_000
+# An argument block has the largest index of an operand in each chunk, or -1 - the first invalid
+# program; the numbers of parameters; the case labels; the arrays of `source_of`; `EncodedArrays`.
+_LARGEST, _COUNTS, _LABELS = range(OWN_ARRAYS)
+_ENCODED: Final = AFTER_SOURCE
+Made = TypeVar("Made")
+
+# ----------------------------------------------------------------------------------------- sources
 
 
 class _Case(NamedTuple):
@@ -236,15 +284,6 @@ def labels() -> NDArray[np.int64]:
     return table
 
 
-#: The approximate functions that replace others in the operator table, by these.
-_FAST: Final = {
-    exact[1]: fast[1]
-    for row in OPERATORS.values()
-    if (exact := re.fullmatch(r"(\w+)\(a(?:, b)?\)", row.kernel))
-    and (fast := re.fullmatch(r"(\w+)\(a(?:, b)?\)", row.cuda_fast or ""))
-}
-
-
 def partial_source(source: str, arithmetic: Arithmetic) -> str:
     """Translate a derivative to CUDA C++, with approximate functions in fast arithmetic."""
     if not arithmetic.is_fast:
@@ -253,43 +292,7 @@ def partial_source(source: str, arithmetic: Arithmetic) -> str:
     return render(source, arithmetic.real)
 
 
-#: Structs of derivatives.cu.
-_SOURCE: Final = template("derivatives.cu")
-PROGRAM: Final = argument_struct(_SOURCE, "Program")
-_ENTRY: Final = argument_struct(_SOURCE, "Entry")
-_LOAD: Final = argument_struct(_SOURCE, "Load")
-#: An instruction: case label, kinds of places, and `_STORE`; indices of the first two operands; the
-#: slot to store to, and the index of the third operand from the 17th bit on.
-_INSTRUCTION: Final = np.dtype([(name, np.uint32) for name in ("head", "first", "second", "last")])
-#: Kinds of a place, in the two lowest bits; an operand that is nowhere is in registers.
-_NOWHERE, _SLOT, _COLUMN, _INVARIANT = range(4)
-_KIND_BITS: Final = 2
-#: First bit of the operands' kinds in an instruction, and the bit of a result that is stored.
-_KINDS: Final = 10
-_STORE: Final = 1 << 16
-#: Largest index in 16 bits.
-_INDEX_LIMIT: Final = 1 << 16
-#: Fields of `PROGRAM` that are places in an array, by the array's name.
-_PLACES_IN: Final = {
-    "instructions": ("first", "prologue"),
-    "columns": ("column",),
-    "entries": ("entry",),
-    "loads": ("load",),
-}
-#: Programs of a chunk.
-_CHUNK: Final = 5
-#: Tokens for each helper, which take about as long as waking it.
-_TOKENS_A_THREAD: Final = 500
-#: Tokens of a batch up to which the calling thread helps and waits: 0.2 ms on 16 cores. With more
-#: it serves others meanwhile.
-_TOKENS_AT_ONCE: Final = 16_000
-#: Tokens for each thread of a step, some 2 ms.
-_TOKENS_A_STEP: Final = 20_000
-# An argument block has the largest index of an operand in each chunk, or -1 - the first invalid
-# program; the numbers of parameters; the case labels; the arrays of `source_of`; `EncodedArrays`.
-_LARGEST, _COUNTS, _LABELS = range(OWN_ARRAYS)
-_ENCODED: Final = AFTER_SOURCE
-Made = TypeVar("Made")
+# ----------------------------------------------------------------------------------------- lowering
 
 
 @dataclass(frozen=True, slots=True, eq=False)

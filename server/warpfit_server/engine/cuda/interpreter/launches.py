@@ -7,10 +7,9 @@ the first invalid program, and `evaluate_slots` computes the row-invariant subtr
 launched at once after them, and `sum_partials` adds up each job's sums over tiles: the needs of
 these launches are bounded by `BatchBounds`, so that the host does not wait in between.
 
-CUDA C++ source of the interpreter's kernels, generated from the operator table.
-
-lowering.cu writes the instructions that interpreter.cu reads. Both sources begin with the numbers
-of their encoding, and with batch.cu, which declares a batch on the device.
+The CUDA C++ source of the kernels is generated from the operator table. lowering.cu writes the
+instructions that interpreter.cu reads. Both sources begin with the numbers of their encoding, and
+with batch.cu, which declares a batch on the device.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 
 from warpfit.errors import InternalError, ProgramError, ResourceExhaustedError
 from warpfit.ir import Batch
-from warpfit.ops import ARITIES, OPERATORS, PARAMETER, VARIABLE, Operator
+from warpfit.ops import ARITIES, OPERATORS, PARAMETER, VARIABLE
 from warpfit.request import Loss
 from warpfit_server.engine.cuda.runtime.compiler import CudaSource
 from warpfit_server.engine.cuda.runtime.datasets import ResidentDataset, Span, TiledRows
@@ -108,6 +107,71 @@ _ENCODING: Final = "".join(
 BATCH_SOURCE: Final = resources.files(__package__).joinpath("batch.cu").read_text()
 TEMPLATE: Final = resources.files(__package__).joinpath("interpreter.cu").read_text()
 _LOWERING: Final = resources.files(__package__).joinpath("lowering.cu").read_text()
+#: Types of the kernels' arguments.
+BATCH: Final = argument_struct(BATCH_SOURCE, "Batch")
+PART: Final = argument_struct(BATCH_SOURCE, "Part")
+TILES: Final = argument_struct(TEMPLATE, "Tiles")
+JOBS: Final = argument_struct(TEMPLATE, "Jobs")
+#: Most tokens of a program. A longer one may need more stack levels than fit the shared memory
+#: that every device grants.
+MAX_PROGRAM_TOKENS: Final = 1 << 18
+#: Alignment of the arrays of a batch, in bytes.
+_ALIGNMENT: Final = 64
+#: Instructions after the last one that the interpreter prefetches and does not run.
+_READ_AHEAD: Final = 1
+#: Operators with three operands, as `BatchSummary.operators` has them.
+_TERNARY: Final = sum(1 << row.code for row in OPERATORS.values() if row.arity == 3)
+#: Most blocks of ``join_parts`` for a part, and tokens of each thread.
+_JOIN_BLOCKS: Final = 64
+_JOIN_TOKENS: Final = 2
+#: Resident warps for each block of ``lower_programs`` among which a small batch is divided: the
+#: fewer programs a block has, the fewer different branches its warp takes.
+_WARPS_A_BLOCK: Final = 4
+#: Most tokens that a block of ``lower_programs`` keeps in shared memory, and the bytes of each.
+MAX_SHARED_TOKENS: Final = 4096
+_NODE_BYTES: Final = 8
+#: Shared memory of a block of ``order_programs``, in bytes.
+_ORDER_BYTES: Final = 8 * 1024 + 8
+#: Threads of a block of ``evaluate_slots`` and of ``sum_partials``.
+_SLOT_THREADS: Final = (32, 4)
+_SUM_THREADS: Final = 128
+#: Most programs that a warp runs one after the other.
+_PROGRAMS_A_WARP: Final = 2
+#: Most blocks in the second dimension of a grid.
+_MAX_GRID_Y: Final = 0xFFFF
+#: Shared memory of a block that every device grants without asking, less the job counter.
+_COUNTER_BYTES: Final = 16
+_SHARED_BYTES: Final = 48 * 1024 - _COUNTER_BYTES
+_integers = pointer_to(types.uint32)
+_compiled = numba_cache.njit(nogil=True)
+#: What ``order_programs`` reports for a group without an invalid program.
+ALL_VALID: Final = 0xFFFFFFFF
+#: Threads of a block of each kernel.
+JOIN_THREADS: Final = 256
+LOWER_THREADS: Final = 32
+ORDER_THREADS: Final = 1024
+#: Bits of a row of the operator table, next to the label.
+_ARITY_SHIFT: Final = 10
+_IS_KNOWN, _IS_VARIABLE, _IS_PARAMETER = 1 << 12, 1 << 13, 1 << 14
+#: Most operands whose code is still to be written: one for each stack level.
+_MOST_PENDING: Final = 32
+_CALL: Final = re.compile(r"\b(\w+)\(")
+#: Calls short enough to be unrolled over all rows; an operator that calls anything else loops.
+_SHORT: Final = frozenset(
+    {
+        *("select", "float", "double", "abs", "floor", "ceil", "rint", "sqrt", "rsqrtf"),
+        *("quotient", "root", "exponential", "logarithm", "product_sum"),
+        *("fast_pow", "fast_pow_positive", "fast_sqrt", "fast_tanh"),
+        *("__fdividef", "__logf", "__log2f", "__log10f", "__expf", "__fmaf_rn"),
+    }
+)
+#: The same for float32 alone, where these are 10 to 20 instructions.
+_SHORT_FLOAT: Final = _SHORT | {"exp", "log"}
+#: Calls in binary operators that get a body for each source of an operand; an exact division does
+#: not.
+_DIRECT: Final = frozenset({"__fdividef"})
+#: Stack levels above the top that the operands of a costly operator use.
+SCRATCH_LEVELS: Final = 2
 
 
 def labels() -> NDArray[np.int64]:
@@ -122,19 +186,7 @@ def labels() -> NDArray[np.int64]:
     return table
 
 
-# --------------------------------------------------------------------------------------- lowering
-
-#: What ``order_programs`` reports for a group without an invalid program.
-ALL_VALID: Final = 0xFFFFFFFF
-#: Threads of a block of each kernel.
-JOIN_THREADS: Final = 256
-LOWER_THREADS: Final = 32
-ORDER_THREADS: Final = 1024
-#: Bits of a row of the operator table, next to the label.
-_ARITY_SHIFT: Final = 10
-_IS_KNOWN, _IS_VARIABLE, _IS_PARAMETER = 1 << 12, 1 << 13, 1 << 14
-#: Most operands whose code is still to be written: one for each stack level.
-_MOST_PENDING: Final = 32
+# ----------------------------------------------------------------------------------------- sources
 
 
 def lowering_source() -> CudaSource:
@@ -154,28 +206,6 @@ def lowering_source() -> CudaSource:
     declared = f"__device__ const unsigned OPERATOR_TABLE[256] = {{{rows}}};\n"
     text = "".join([_ENCODING, BATCH_SOURCE, *defines, declared, _LOWERING])
     return CudaSource(text, ("--std=c++17",))
-
-
-# ------------------------------------------------------------------------------------- interpreter
-
-_CALL: Final = re.compile(r"\b(\w+)\(")
-#: Calls short enough to be unrolled over all rows; an operator that calls anything else loops.
-_SHORT: Final = frozenset(
-    {
-        *("select", "float", "double", "abs", "floor", "ceil", "rint", "sqrt", "rsqrtf"),
-        *("quotient", "root", "exponential", "logarithm", "product_sum"),
-        *("fast_pow", "fast_pow_positive", "fast_sqrt", "fast_tanh"),
-        *("__fdividef", "__logf", "__log2f", "__log10f", "__expf", "__fmaf_rn"),
-    }
-)
-#: The same for float32 alone, where these are 10 to 20 instructions.
-_SHORT_FLOAT: Final = _SHORT | {"exp", "log"}
-#: Calls in binary operators that get a body for each source of an operand; an exact division does
-#: not.
-_DIRECT: Final = frozenset({"__fdividef"})
-
-#: Stack levels above the top that the operands of a costly operator use.
-SCRATCH_LEVELS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,12 +280,19 @@ def interpreter_source(variant: Variant) -> CudaSource:
             f"      case {row.code}: stack[height - {arity}] = op_{row.name}({operands}); "
             f"height -= {arity - 1}; break;"
         )
-        macro, given = _macro(row, variant), f"(op_{row.name}, {table[row.code]})"
+        # The macro in the template that writes the cases of the operator.
+        expression = operator_source(row, variant.arithmetic)
+        macro = ("UNARY", "BINARY", "TERNARY")[arity - 1]
+        if arity < 3 and is_costly(expression, variant):
+            macro = f"{'CALLED' if variant.arithmetic.is_fast else 'COSTLY'}_{macro}"
+        elif arity == 2 and not is_direct(expression):
+            macro = "MERGED_BINARY"
+        given = f"(op_{row.name}, {table[row.code]})"
         if not macro.startswith("CALLED"):
             cases.append(f"        {macro}{given}")
             continue
         called.append(f"    {macro.replace('CALLED', 'STEPS_OF')}{given}")
-        if row.arity == 1:
+        if arity == 1:
             unary.append(f"        case {table[row.code]}:")
         else:
             cases.append(f"        {macro}{given}")
@@ -281,18 +318,6 @@ def costly_operators(variant: Variant) -> int:
     )
 
 
-def _macro(row: Operator, variant: Variant) -> str:
-    """Return the name of the macro in interpreter.cu that writes the cases of an operator."""
-    expression = operator_source(row, variant.arithmetic)
-    if row.arity == 3:
-        return "TERNARY"
-    shape = "UNARY" if row.arity == 1 else "BINARY"
-    if is_costly(expression, variant):
-        return f"{'CALLED' if variant.arithmetic.is_fast else 'COSTLY'}_{shape}"
-    merged = row.arity == 2 and not is_direct(expression)
-    return f"MERGED_{shape}" if merged else shape
-
-
 def is_costly(expression: str, variant: Variant) -> bool:
     """Return whether a rendered expression is too long to be unrolled over a thread's rows."""
     short = _SHORT_FLOAT if variant.dtype == np.float32 else _SHORT
@@ -302,45 +327,6 @@ def is_costly(expression: str, variant: Variant) -> bool:
 def is_direct(expression: str) -> bool:
     """Return whether a rendered expression is so short that each form of it has its own code."""
     return set(_CALL.findall(expression)) <= _DIRECT and "/" not in expression
-
-
-#: Types of the kernels' arguments.
-BATCH: Final = argument_struct(BATCH_SOURCE, "Batch")
-PART: Final = argument_struct(BATCH_SOURCE, "Part")
-TILES: Final = argument_struct(TEMPLATE, "Tiles")
-JOBS: Final = argument_struct(TEMPLATE, "Jobs")
-#: Most tokens of a program. A longer one may need more stack levels than fit the shared memory
-#: that every device grants.
-MAX_PROGRAM_TOKENS: Final = 1 << 18
-#: Alignment of the arrays of a batch, in bytes.
-_ALIGNMENT: Final = 64
-#: Instructions after the last one that the interpreter prefetches and does not run.
-_READ_AHEAD: Final = 1
-#: Operators with three operands, as `BatchSummary.operators` has them.
-_TERNARY: Final = sum(1 << row.code for row in OPERATORS.values() if row.arity == 3)
-#: Most blocks of ``join_parts`` for a part, and tokens of each thread.
-_JOIN_BLOCKS: Final = 64
-_JOIN_TOKENS: Final = 2
-#: Resident warps for each block of ``lower_programs`` among which a small batch is divided: the
-#: fewer programs a block has, the fewer different branches its warp takes.
-_WARPS_A_BLOCK: Final = 4
-#: Most tokens that a block of ``lower_programs`` keeps in shared memory, and the bytes of each.
-MAX_SHARED_TOKENS: Final = 4096
-_NODE_BYTES: Final = 8
-#: Shared memory of a block of ``order_programs``, in bytes.
-_ORDER_BYTES: Final = 8 * 1024 + 8
-#: Threads of a block of ``evaluate_slots`` and of ``sum_partials``.
-_SLOT_THREADS: Final = (32, 4)
-_SUM_THREADS: Final = 128
-#: Most programs that a warp runs one after the other.
-_PROGRAMS_A_WARP: Final = 2
-#: Most blocks in the second dimension of a grid.
-_MAX_GRID_Y: Final = 0xFFFF
-#: Shared memory of a block that every device grants without asking, less the job counter.
-_COUNTER_BYTES: Final = 16
-_SHARED_BYTES: Final = 48 * 1024 - _COUNTER_BYTES
-_integers = pointer_to(types.uint32)
-_compiled = numba_cache.njit(nogil=True)
 
 
 # ------------------------------------------------------------------------------------------ memory
@@ -665,8 +651,7 @@ def _join_parts(driver: Any, stream: int, kernels: Any, batch: Any, parts: Any) 
 def launch_lowering(driver: Any, stream: int, kernels: Any, batch: Any) -> int:
     """Launch the lowering of a batch that has been uploaded; return the driver's status.
 
-    A small batch is divided among more blocks than it needs. ``batch`` is a record of
-    `launches.BATCH`.
+    A small batch is divided among more blocks than it needs. ``batch`` is a record of `BATCH`.
     """
     one, blocks = batch[0], kernels.resident_warps // _WARPS_A_BLOCK
     share = min(LOWER_THREADS, -(-one.count // blocks))

@@ -88,7 +88,7 @@ class InterpreterKernels:
     record: NDArray[Any]
     """Record of `LaunchLimits`."""
     costly: int
-    """See `source.costly_operators`."""
+    """See `costly_operators`."""
     functions: Mapping[str, Any]
     """CuPy's functions, without which the kernels would be unloaded."""
 
@@ -232,7 +232,7 @@ class BatchLaunch:
     variables: int
     """Variables of the data set."""
     record: NDArray[Any]
-    """Record of `launches.BATCH`."""
+    """Record of `BATCH`."""
     first_invalid: NDArray[np.uint32]
     """First invalid program of each group, or `ALL_VALID`; known once the batch is lowered."""
 

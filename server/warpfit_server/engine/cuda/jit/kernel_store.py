@@ -1,12 +1,11 @@
-"""A store of compiled kernels by key: loaded, on disk, or made by the compiler, once each.
+"""The kernels of a batch: how it is cut into them, and a store that has each of them compiled once.
 
-Kernels that are requested together are compiled by several processes, and loaded together once all
-are compiled. The driver loads a module only when the device is idle, and delays launches meanwhile.
-Modules loaded one by one would each wait for the launches since the last one, and delay further
-launches in turn. So launches are held back in `device` until all modules are loaded: one wait
-for the device, and then some 0.1 ms a module.
-
-The kernels of a batch: how it is cut into them, cached for when the batch comes again.
+A `KernelPlan` is kept for when a batch comes again. A kernel is loaded, on disk, or made by the
+compiler. Kernels that are requested together are compiled by several processes, and loaded together
+once all are compiled. The driver loads a module only when the device is idle, and delays launches
+meanwhile. Modules loaded one by one would each wait for the launches since the last one, and delay
+further launches in turn. So launches are held back in `device` until all modules are loaded: one
+wait for the device, and then some 0.1 ms a module.
 """
 
 from __future__ import annotations
@@ -44,6 +43,8 @@ from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.intrinsics import call_c
 from warpfit_server.shared_batch import BatchSummary, contents
 
+_LOG: Final = logging.getLogger("warpfit.engine")
+_ENTRY: Final = "evaluate"
 #: Most accumulators of a fused kernel, unless one program alone needs more.
 _MAX_SUMS: Final = 24
 #: Most programs of a batch that get a kernel each.
@@ -52,6 +53,12 @@ _MAX_SINGLE: Final = 4
 _GROUP_TOKENS: Final = 40
 #: Captured graphs, and kernel plans, that are kept.
 MAX_GRAPHS: Final = 64
+#: Estimated work of a call of a library function, in instructions.
+_CALL_WORK: Final = 100
+#: Most bytes of loaded code, loaded kernels, and bytes of machine code on disk.
+MOST_BYTES, MOST_KERNELS, _MOST_DISK_BYTES = 1 << 30, 20_000, 1 << 30
+
+# ------------------------------------------------------------------------------ the plan of a batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +152,16 @@ class KernelInputs:
         inputs[:] = np.concatenate([batch.parameters, self.constants])[places]
 
 
+@dataclass(frozen=True, slots=True)
+class KernelKey:
+    """Identifies a kernel; ``text`` is a hash of everything that its machine code depends on."""
+
+    arithmetic: Arithmetic = field(compare=False)
+    output: Output = field(compare=False)
+    programs: Lowered = field(compare=False)
+    text: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelPlan:
     """The kernels of a batch, and where each puts its sums."""
@@ -210,7 +227,17 @@ def make_plan(
     owners = np.repeat(np.arange(len(batch)), headers["entries"])
     derivatives = np.unique(np.stack([owners, lowered.entries["leaf"]], axis=1), axis=0)
     sums = np.bincount(derivatives[:, 0], minlength=len(batch)) + bool(output.loss)
-    firsts = _cut_groups(batch.lengths.tolist(), sums.tolist(), grid.group_size)
+    # Consecutive programs make a group, bounded in number, tokens and sums.
+    size, firsts, group_tokens, group_sums = grid.group_size, [0], 0, 0
+    for index, (tokens, count) in enumerate(
+        zip(batch.lengths.tolist(), sums.tolist(), strict=True)
+    ):
+        full = index - firsts[-1] >= size or group_sums + count > max(_MAX_SUMS, size)
+        if index > firsts[-1] and (full or group_tokens + tokens > _GROUP_TOKENS * size):
+            firsts.append(index)
+            group_tokens = group_sums = 0
+        group_tokens += tokens
+        group_sums += count
     groups = [lowered.part(first, stop) for first, stop in pairwise((*firsts, len(batch)))]
     keys = tuple(kernels.key(arithmetic, output, group) for group in groups)
     lengths = kernels.instruction_lengths(arithmetic, output)
@@ -232,19 +259,6 @@ def make_plan(
     )
 
 
-def _cut_groups(lengths: list[int], sums: list[int], size: int) -> list[int]:
-    """Cut consecutive programs into groups, bounded in number, tokens and sums."""
-    firsts, group_tokens, group_sums = [0], 0, 0
-    for index, (tokens, count) in enumerate(zip(lengths, sums, strict=True)):
-        full = index - firsts[-1] >= size or group_sums + count > max(_MAX_SUMS, size)
-        if index > firsts[-1] and (full or group_tokens + tokens > _GROUP_TOKENS * size):
-            firsts.append(index)
-            group_tokens = group_sums = 0
-        group_tokens += tokens
-        group_sums += count
-    return firsts
-
-
 def plan_key(resident: ResidentDataset, evaluation: Evaluation) -> Hashable:
     """Return what a plan depends on; batches of the same `BatchSummary.identity` may differ."""
     layout, identity = resident.dataset.layout, BatchSummary.of(evaluation.batch).identity
@@ -253,22 +267,7 @@ def plan_key(resident: ResidentDataset, evaluation: Evaluation) -> Hashable:
     return (identity, *columns, *wanted)
 
 
-_LOG: Final = logging.getLogger("warpfit.engine")
-_ENTRY: Final = "evaluate"
-#: Estimated work of a call of a library function, in instructions.
-_CALL_WORK: Final = 100
-#: Most bytes of loaded code, loaded kernels, and bytes of machine code on disk.
-MOST_BYTES, MOST_KERNELS, _MOST_DISK_BYTES = 1 << 30, 20_000, 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class KernelKey:
-    """Identifies a kernel; ``text`` is a hash of everything that its machine code depends on."""
-
-    arithmetic: Arithmetic = field(compare=False)
-    output: Output = field(compare=False)
-    programs: Lowered = field(compare=False)
-    text: str
+# ------------------------------------------------------------------------------------ the store
 
 
 class Kernel(NamedTuple):

@@ -229,22 +229,32 @@ class _Kernel:
 
     def _all_programs(self) -> list[str]:
         """Write all programs; many invariants are loaded from the pool before each."""
-        pieces = []
+        pieces, width = [], CLASSES[self.kind]
+        guards = [f"%single{letter}" for letter in self.letters]
+        if len(guards) == 1:
+            guards = [self.guard.replace(_ROW, self.letters)]
         for header in self.programs.headers:
             self.body, self.used = [], {}
             value = self._program(header)
             text = "\n".join(self.body)
             lines = [text.replace(_ROW, letter) for letter in self.letters] if text else []
-            if self.output.values:
+            if self.output.values:  # all rows at once where aligned and in range, else one by one
                 self._use(value)
-                lines += self._store(value)
+                names = [value.replace(_ROW, letter) for letter in self.letters]
+                if len(names) > 1:
+                    joined = ", ".join(names)
+                    lines.append(f"@%whole st.global.v{len(names)}.{width} [%to], {{{joined}}};")
+                for index, (name, guard) in enumerate(zip(names, guards, strict=True)):
+                    address = f"[%to+{index * self.word}]"
+                    lines.append(f"@{guard} st.global.{width} {address}, {name};")
+                lines.append("add.s64 %to, %to, %step;")
             pieces.append((self.used, lines))
         pooled = len({name for used, _ in pieces for name in used}) > INVARIANT_REGISTERS
-        joined: list[str] = []
+        code: list[str] = []
         for used, lines in pieces:
-            joined += self._pool_loads(used) if pooled else []
-            joined += lines
-        return joined
+            code += self._pool_loads(used) if pooled else []
+            code += lines
+        return code
 
     def _program(self, header: Any) -> str:
         """Write the instructions of a program and its sums; return the register of its result."""
@@ -315,35 +325,30 @@ class _Kernel:
     def _instruction(self, text: str, kind: str, *sources: str) -> str:
         """Append an instruction, or what replaces it; return the register of its result."""
         key = (text, *sources)
-        result = self.known.get(key)
-        if result is None:
-            result = self.known[key] = self._new_instruction(text, kind, *sources)
-        return result
-
-    def _new_instruction(self, text: str, kind: str, *sources: str) -> str:
-        origin = self.origins.get(sources[0]) if sources else None
-        if origin and (text, origin[0]) in _REWRITES:
-            value = origin[1]
-            for step in _REWRITES[text, origin[0]]:
-                value = self._instruction(step, "r", value)
-            return value
+        if key in self.known:
+            return self.known[key]
         is_invariant = not any(_ROW in source for source in sources)
-        polynomial = self.library.exp2_polynomial
-        if text == _EXP2 and polynomial and not is_invariant:
-            self.due += EXP2_SHARE
-            if self.due >= 1.0:
-                self.due -= 1.0
-                result = self._expand(polynomial, sources)
-                self.origins[result] = (_EXP2, sources[0])
-                return result
-        result = self._register(kind, invariant=is_invariant)
-        # A call has the result behind the operands.
-        names = (*sources, result) if text.startswith("{ .param") else (result, *sources)
-        (self.prologue if is_invariant else self.body).append(text % names)
-        if not is_invariant:
-            self._use(*sources)
-        if text in _REWRITTEN:
-            self.origins[result] = (text, sources[0])
+        origin = self.origins.get(sources[0]) if sources else None
+        polynomial = self.library.exp2_polynomial if text == _EXP2 and not is_invariant else None
+        self.due += EXP2_SHARE if polynomial else 0.0
+        if origin and (text, origin[0]) in _REWRITES:
+            result = origin[1]
+            for step in _REWRITES[text, origin[0]]:
+                result = self._instruction(step, "r", result)
+        elif polynomial and self.due >= 1.0:
+            self.due -= 1.0
+            result = self._expand(polynomial, sources)
+            self.origins[result] = (_EXP2, sources[0])
+        else:
+            result = self._register(kind, invariant=is_invariant)
+            # A call has the result behind the operands.
+            names = (*sources, result) if text.startswith("{ .param") else (result, *sources)
+            (self.prologue if is_invariant else self.body).append(text % names)
+            if not is_invariant:
+                self._use(*sources)
+            if text in _REWRITTEN:
+                self.origins[result] = (text, sources[0])
+        self.known[key] = result
         return result
 
     # Sums over rows
@@ -474,32 +479,27 @@ class _Kernel:
             by_size.setdefault(_WORDS[name[1]], []).append(name)
         lines: list[str] = []
         for word, members in sorted(by_size.items()):
-            lanes = min(4, _VECTOR_BYTES // word)
+            lanes, width = min(4, _VECTOR_BYTES // word), _WIDTHS[word]
             for start in range(0, len(members), lanes):
-                lines += self._pool_vector(members[start : start + lanes], word)
+                place, self.pool_bytes = self.pool_bytes, self.pool_bytes + _VECTOR_BYTES
+                loaded, tests = [], []
+                for at, name in enumerate(members[start : start + lanes]):
+                    address, stored = f"[invariants+{place + at * word}]", name
+                    if name[1] == "p":
+                        cell = f"%flag{place + at * word}"
+                        self.pool_flags.append(cell)
+                        self.pool_stores.append(f"selp.b32 %other, 1, 0, {name};")
+                        tests.append(f"setp.ne.b32 {name}, {cell}, 0;")
+                        name, stored = cell, "%other"
+                    loaded.append(name)
+                    self.pool_stores.append(f"@%first st.shared.{width} {address}, {stored};")
+                kind, vector = width, loaded[0]
+                if len(loaded) > 1:
+                    kind = f"v{lanes}.{width}"
+                    vector = f"{{{', '.join(loaded + ['_'] * (lanes - len(loaded)))}}}"
+                load = f"ld.volatile.shared.{kind} {vector}, [invariants+{place}];"
+                lines += [load, *tests]
         return lines
-
-    def _pool_vector(self, names: Sequence[str], word: int) -> list[str]:
-        """Write the stores of up to 16 bytes of invariants; return the code that loads them."""
-        place, self.pool_bytes = self.pool_bytes, self.pool_bytes + _VECTOR_BYTES
-        loaded, tests, width = [], [], _WIDTHS[word]
-        for at, name in enumerate(names):
-            stored = name
-            if name[1] == "p":
-                cell = f"%flag{place + at * word}"
-                self.pool_flags.append(cell)
-                self.pool_stores.append(f"selp.b32 %other, 1, 0, {name};")
-                tests.append(f"setp.ne.b32 {name}, {cell}, 0;")
-                name, stored = cell, "%other"
-            loaded.append(name)
-            address = f"[invariants+{place + at * word}]"
-            self.pool_stores.append(f"@%first st.shared.{width} {address}, {stored};")
-        if len(loaded) == 1:
-            return [f"ld.volatile.shared.{width} {loaded[0]}, [invariants+{place}];", *tests]
-        lanes = min(4, _VECTOR_BYTES // word)
-        vector = ", ".join(loaded + ["_"] * (lanes - len(loaded)))
-        load = f"ld.volatile.shared.v{lanes}.{width} {{{vector}}}, [invariants+{place}];"
-        return [load, *tests]
 
     def _invariants(self) -> list[str]:
         """Return the code that computes all invariants and stores those of the pool.
@@ -528,22 +528,13 @@ class _Kernel:
 
     # Values
 
-    def _store(self, value: str) -> list[str]:
-        """Store the values of all rows at once where aligned and in range, else one by one."""
-        names = [value.replace(_ROW, letter) for letter in self.letters]
-        width = CLASSES[self.kind]
-        lines = []
-        if len(names) > 1:
-            joined = ", ".join(names)
-            lines = [f"@%whole st.global.v{len(names)}.{width} [%to], {{{joined}}};"]
-        for index, (name, letter) in enumerate(zip(names, self.letters, strict=True)):
-            guard = f"%single{letter}" if len(names) > 1 else self.guard.replace(_ROW, letter)
-            lines.append(f"@{guard} st.global.{width} [%to+{index * self.word}], {name};")
-        return [*lines, "add.s64 %to, %to, %step;"]
+    def _value_addresses(self) -> tuple[list[str], list[str]]:
+        """Return the code for the addresses of values before the row loop, and for each tile.
 
-    def _value_prologue(self) -> list[str]:
-        """Compute the address of the first values, the step to the next ones, and alignment."""
-        return [
+        Before the loop these are the address of the first values, the step to the next ones, and
+        whether they are aligned.
+        """
+        before = [
             *_load_argument("pitch", "%pitch", "u64"),
             *_load_address("values", "%origin"),
             "cvt.u64.u32 %at, %vectors;",
@@ -557,19 +548,17 @@ class _Kernel:
             f"and.b64 %at, %at, {self.word * self.output.rows - 1};",
             "setp.eq.u64 %aligned, %at, 0;",
         ]
-
-    def _value_address(self) -> list[str]:
-        lines = [f"mad.wide.u32 %to, %row, {self.word}, %origin;"]
-        if len(self.letters) == 1:
-            return lines
+        each = [f"mad.wide.u32 %to, %row, {self.word}, %origin;"]
         guards = [self.guard.replace(_ROW, letter) for letter in self.letters]
-        lines.append(f"and.pred %whole, %aligned, {guards[0]};")
-        lines += [f"and.pred %whole, %whole, {guard};" for guard in guards[1:]]
-        lines.append("not.pred %first, %whole;")
-        return lines + [
-            f"and.pred %single{letter}, {guard}, %first;"
-            for letter, guard in zip(self.letters, guards, strict=True)
-        ]
+        if len(guards) > 1:
+            each.append(f"and.pred %whole, %aligned, {guards[0]};")
+            each += [f"and.pred %whole, %whole, {guard};" for guard in guards[1:]]
+            each.append("not.pred %first, %whole;")
+            each += [
+                f"and.pred %single{letter}, {guard}, %first;"
+                for letter, guard in zip(self.letters, guards, strict=True)
+            ]
+        return before, each
 
     # The frame
 
@@ -581,6 +570,7 @@ class _Kernel:
         addresses += [_load_address("weights", "%weights")] if self.weight else []
         zero = "0f00000000" if self.sum_kind == "r" else "0d0000000000000000"
         width = "f32" if self.sum_kind == "r" else "f64"
+        places, places_of_tile = self._value_addresses() if output.values else ([], [])
         lines = [
             f".visible .entry {name}(.param .u64 a, .param .u64 b, .param .u32 c)",
             f".maxntid {output.threads}, 1, 1",
@@ -604,7 +594,7 @@ class _Kernel:
             "mad.wide.u32 %slots, %vector, %place, %slots;",
             *(line for load in addresses for line in load),
             *self._invariants(),
-            *(self._value_prologue() if output.values else []),
+            *places,
             # All threads take equally many turns; rows beyond the last ones repeat those.
             "sub.u32 %last, %stop, 1;",
             f"and.b32 %last, %last, {-output.rows};",
@@ -618,7 +608,7 @@ class _Kernel:
             "LOOP:",
             f"mad.lo.u32 %row, %thread, {output.rows}, %tile;",
             *self._loads(),
-            *(self._value_address() if output.values else []),
+            *places_of_tile,
             *self.code,
             f"add.u32 %tile, %tile, {output.tile};",
             "setp.lt.u32 %more, %tile, %end;",

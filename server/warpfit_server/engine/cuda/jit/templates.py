@@ -1,9 +1,9 @@
 """Templates: operators as straight-line PTX instructions, converted from compiled functions.
 
 NVRTC compiles each row of the operator table, and each derivative, to a small PTX function; all of
-them are the device library of a arithmetic. Copying a function's instructions into a
-kernel, instead of calling it, lets the renderer move a part that depends on inputs alone out of the
-row loop, and compute a part that functions share once. Branches become selections, since arithmetic
+them are the device library of an arithmetic. Copying a function's instructions into a kernel,
+instead of calling it, lets the renderer move a part that depends on inputs alone out of the row
+loop, and compute a part that functions share once. Branches become selections, since arithmetic
 has no side effects. Constants and tables of the module may be read. A function with a loop or with
 memory of its own cannot be inlined and is called.
 """
@@ -160,11 +160,28 @@ class _Converter:
         self.known: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def convert(self, blocks: list[_Block]) -> Template:
+        by_label = {block.label: block for block in blocks}
+        order: list[_Block] = []  # of the blocks that can be reached, last one first
+        is_done: dict[str, bool] = {}
+
+        def visit(label: str) -> None:
+            if label in is_done:
+                if not is_done[label]:
+                    raise NotInlinableError("a loop")
+                return
+            is_done[label] = False
+            for target, _, _ in by_label[label].jumps:
+                if target:
+                    visit(target)
+            is_done[label] = True
+            order.append(by_label[label])
+
+        visit(blocks[0].label)
         arriving: dict[str, list[tuple[Condition, dict[str, Operand]]]] = {
             blocks[0].label: [(ALWAYS, {})]
         }
         results: list[tuple[Condition, dict[str, Operand]]] = []
-        for block in _forward_order(blocks):
+        for block in reversed(order):
             condition, values = self._merge(arriving.pop(block.label))
             for line in block.lines:
                 self._execute(line, values)
@@ -202,41 +219,33 @@ class _Converter:
     def _merge(
         self, edges: list[tuple[Condition, dict[str, Operand]]]
     ) -> tuple[Condition, dict[str, Operand]]:
-        condition, values = edges[0]
-        for other_condition, other in edges[1:]:
-            merged = dict(other)
-            for name, value in values.items():
-                if name in other and other[name] != value:
-                    merged[name] = self._select(value, other[name], condition, name)
-                else:
-                    merged[name] = value
-            condition, values = _either(condition, other_condition), merged
-        return condition, values
+        """Join the paths to a block: values that differ are selected by how it was reached."""
 
-    def _select(self, value: Operand, other: Operand, when: Condition, name: str) -> Operand:
         def joined(opcode: str, operands: list[int]) -> int:
             return functools.reduce(lambda a, b: self._emit(opcode, "p", [a, b]), operands)
 
-        terms = []
-        for term in sorted(when, key=sorted):
-            literals = [
-                literal if polarity else self._emit("not.pred", "p", [literal])
-                for literal, polarity in sorted(term)
-            ]
-            terms.append(joined("and.pred", literals))
-        predicate = joined("or.pred", terms)
-        kind = "r" if name == "result" and self._kind(value, other) == "r" else ""
-        kind = kind or self._kind(value, other) or _class_of(name)
-        if kind == "p":
-            raise NotInlinableError("a predicate that depends on the path")
-        width = {"h": "b16", "r": "b32", "d": "b64"}[kind]
-        return self._emit(f"selp.{width}", kind, [_bits(value), _bits(other), predicate])
-
-    def _kind(self, *values: Operand) -> str:
-        for value in values:
-            if isinstance(value, int) and value >= self.arity:
-                return self.instructions[value - self.arity].kind
-        return ""
+        condition, values = edges[0]
+        for other_condition, other in edges[1:]:
+            merged = other | values
+            for name, value in values.items():
+                if name not in other or other[name] == value:
+                    continue
+                terms = []
+                for term in sorted(condition, key=sorted):
+                    literals = [
+                        literal if polarity else self._emit("not.pred", "p", [literal])
+                        for literal, polarity in sorted(term)
+                    ]
+                    terms.append(joined("and.pred", literals))
+                predicate, pair = joined("or.pred", terms), (value, other[name])
+                made = [v - self.arity for v in pair if isinstance(v, int) and v >= self.arity]
+                kind = self.instructions[made[0]].kind if made else _class_of(name)
+                if kind == "p":
+                    raise NotInlinableError("a predicate that depends on the path")
+                opcode = f"selp.{CLASSES[kind]}"
+                merged[name] = self._emit(opcode, kind, [*map(_bits, pair), predicate])
+            condition, values = _either(condition, other_condition), merged
+        return condition, values
 
     def _execute(self, line: str, values: dict[str, Operand]) -> None:
         load = _LOAD.match(line)
@@ -260,8 +269,22 @@ class _Converter:
                 values[result] = self._emit(opcode, _class_of(result), [values[table[1]]], text)
         elif opcode.startswith(("ld.", "st.", "call", "@", "{")) or "|" in rest:
             raise NotInlinableError(line)
+        elif opcode == "mov.b64" and rest.startswith("{"):
+            pair, source = rest[1:].split("}, ")
+            wide = self._operand(source, values)
+            for half, name in enumerate(pair.split(", ")):
+                if isinstance(wide, str):
+                    values[name] = str(int(str(_bits(wide)), 0) >> 32 * half & 0xFFFFFFFF)
+                elif name != "_":
+                    holes = "{%s, _}" if half == 0 else "{_, %s}"
+                    values[name] = self._emit(opcode, "r", [wide], f"mov.b64 {holes}, %s;")
         elif opcode == "mov.b64" and "{" in rest:
-            self._move_pair(rest, values)
+            result, pair = rest.rstrip("}").split(", {")
+            low, high = parts = [_bits(self._operand(part, values)) for part in pair.split(", ")]
+            if isinstance(low, str) and isinstance(high, str):
+                values[result] = f"0d{int(high, 0) % 2**32:08X}{int(low, 0) % 2**32:08X}"
+            else:
+                values[result] = self._emit(opcode, "d", parts, "mov.b64 %s, {%s, %s};")
         else:
             result, *sources = rest.split(", ")
             operands = [self._operand(source, values) for source in sources]
@@ -276,25 +299,6 @@ class _Converter:
             else:
                 values[result] = self._emit(opcode, _class_of(result), operands)
 
-    def _move_pair(self, rest: str, values: dict[str, Operand]) -> None:
-        if rest.startswith("{"):
-            pair, source = rest[1:].split("}, ")
-            wide = self._operand(source, values)
-            for half, name in enumerate(pair.split(", ")):
-                if isinstance(wide, str):
-                    values[name] = str(int(str(_bits(wide)), 0) >> 32 * half & 0xFFFFFFFF)
-                elif name != "_":
-                    holes = "{%s, _}" if half == 0 else "{_, %s}"
-                    values[name] = self._emit("mov.b64", "r", [wide], f"mov.b64 {holes}, %s;")
-            return
-        result, pair = rest.rstrip("}").split(", {")
-        parts = [_bits(self._operand(part, values)) for part in pair.split(", ")]
-        low, high = parts
-        if isinstance(low, str) and isinstance(high, str):
-            values[result] = f"0d{int(high, 0) % 2**32:08X}{int(low, 0) % 2**32:08X}"
-            return
-        values[result] = self._emit("mov.b64", "d", parts, "mov.b64 %s, {%s, %s};")
-
     def _operand(self, text: str, values: dict[str, Operand]) -> Operand:
         if text in values:
             return values[text]
@@ -303,9 +307,19 @@ class _Converter:
         return text
 
     def _emit(self, opcode: str, kind: str, operands: list[Operand], text: str = "") -> int:
-        """Append an instruction, with literals in its text, unless an equal one is there."""
+        """Append an instruction, with literals in its text, unless an equal one is there.
+
+        Constants in memory and addresses of tables are read into registers of a scope of its own.
+        """
         text = text or f"{opcode} %s, {', '.join(['%s'] * len(operands))};"
-        operands, before = _from_memory(operands)
+        operands, fills = list(operands), dict[str, str]()
+        for index, operand in enumerate(operands):
+            if isinstance(operand, str) and operand[0] == "[":
+                fills[f"c{index}"] = f"ld.const.b64 c{index}, {operand};"
+                operands[index] = f"c{index}"
+            elif isinstance(operand, str) and _NAME.match(operand):
+                fills[f"c{index}"] = f"mov.b64 c{index}, {operand};"
+                operands[index] = f"c{index}"
         head, *tails = text.split("%s")
         pieces = [head, "%s", tails[0]]
         sources = []
@@ -316,53 +330,14 @@ class _Converter:
                 pieces += ["%s" if isinstance(operand, int) else operand, tail]
                 sources += [operand] if isinstance(operand, int) else []
         whole = "".join(pieces)
-        key = (f"{before}{whole} }}" if before else whole, tuple(sources))
+        if fills:
+            scope = f".reg .b64 {', '.join(fills)}; {' '.join(fills.values())}"
+            whole = f"{{ {scope} {whole} }}"
+        key = (whole, tuple(sources))
         if key not in self.known:
             self.known[key] = self.arity + len(self.instructions)
             self.instructions.append(Instruction(key[0], kind, key[1]))
         return self.known[key]
-
-
-def _forward_order(blocks: list[_Block]) -> list[_Block]:
-    """Return the blocks that can be reached in topological order."""
-    by_label = {block.label: block for block in blocks}
-    order: list[_Block] = []
-    state: dict[str, bool] = {}
-
-    def visit(label: str) -> None:
-        if label in state:
-            if not state[label]:
-                raise NotInlinableError("a loop")
-            return
-        state[label] = False
-        for target, _, _ in by_label[label].jumps:
-            if target:
-                visit(target)
-        state[label] = True
-        order.append(by_label[label])
-
-    visit(blocks[0].label)
-    return order[::-1]
-
-
-def _from_memory(operands: list[Operand]) -> tuple[list[Operand], str]:
-    """Replace constants in memory and addresses of tables by registers of a new scope.
-
-    Returns:
-        The operands, and the text that opens the scope and fills those registers; empty if none.
-    """
-    named, fills = list(operands), {}
-    for index, operand in enumerate(operands):
-        if isinstance(operand, str) and operand[0] == "[":
-            fills[f"c{index}"] = f"ld.const.b64 c{index}, {operand};"
-        elif isinstance(operand, str) and _NAME.match(operand):
-            fills[f"c{index}"] = f"mov.b64 c{index}, {operand};"
-        else:
-            continue
-        named[index] = f"c{index}"
-    if not fills:
-        return named, ""
-    return named, f"{{ .reg .b64 {', '.join(fills)}; {' '.join(fills.values())} "
 
 
 def _class_of(register: str) -> str:

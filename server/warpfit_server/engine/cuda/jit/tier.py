@@ -1,6 +1,7 @@
 """The compiled tier: expressions as machine code of their own, launched as one CUDA graph.
 
-A captured CUDA graph: the kernels of one batch, launched together, with their buffers.
+A graph is captured for the kernels of one batch, with their buffers, and launched whenever the
+batch comes again.
 """
 
 from __future__ import annotations
@@ -64,6 +65,18 @@ _INPUTS_AT: Final = -(-ARGUMENT_BYTES // 256) * 256
 _COPY_THREADS: Final = 256
 _COPY_BYTES: Final = 16
 _SUM_THREADS: Final = 128
+#: Most parameter vectors of one launch: the limit of a grid's second dimension.
+MAX_VECTORS: Final = 65_535
+#: Longest expression that is compiled; compile time grows faster than the length.
+MAX_TOKENS: Final = 2_000
+#: Most parameters of an expression that is compiled with its gradient, an accumulator each.
+MAX_PARAMETERS: Final = 64
+#: Least rows of a launch if rows are cut, so that its kernels have enough of them.
+_MIN_ROWS: Final = 1 << 16
+#: Most bytes of values that one launch leaves on the device.
+_CHUNK_BYTES: Final = 256 << 20
+
+# ---------------------------------------------------------------------------------------- graphs
 
 
 def graph_source() -> CudaSource:
@@ -242,16 +255,7 @@ class CapturedGraph:
         return graph
 
 
-#: Most parameter vectors of one launch: the limit of a grid's second dimension.
-MAX_VECTORS: Final = 65_535
-#: Longest expression that is compiled; compile time grows faster than the length.
-MAX_TOKENS: Final = 2_000
-#: Most parameters of an expression that is compiled with its gradient, an accumulator each.
-MAX_PARAMETERS: Final = 64
-#: Least rows of a launch if rows are cut, so that its kernels have enough of them.
-_MIN_ROWS: Final = 1 << 16
-#: Most bytes of values that one launch leaves on the device.
-_CHUNK_BYTES: Final = 256 << 20
+# -------------------------------------------------------------------------------------- the tier
 
 
 class IdleGraphs(LRUCache[GraphKey, list[CapturedGraph]]):

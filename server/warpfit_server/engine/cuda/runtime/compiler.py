@@ -1,12 +1,11 @@
-"""CUDA C++ and PTX to machine code, without a GPU: by NVRTC and nvJitLink.
+"""CUDA C++ and PTX to machine code, by NVRTC and nvJitLink: no GPU, and processes of their own.
 
 A `CudaSource` with a switch over many cases takes three steps: NVRTC makes PTX of it,
 `with_jump_table` lets the switch jump at once, and nvJitLink assembles the result. Any other takes
 one.
 
-A queue of compilations, run by a few processes of the lowest priority.
-
-The simple form, in each of a few threads:
+A `CompileQueue` has kernels compiled by a few processes of the lowest priority. The simple form, in
+each of a few threads:
 
     while True:
         job = next job that a caller waits for, or else one that nobody waits for yet
@@ -44,6 +43,25 @@ from warpfit.child_processes import python_child
 from warpfit.errors import InternalError, UnavailableError, WarpfitError
 from warpfit_server import compile_cache
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
+
+_DISPATCH: Final = re.compile(r"mov\.b32 (%r\d+), %r\d+; // dispatch")
+_COMPARE: Final = re.compile(r"setp\.(\w+)\.[su]32\s+(%p\d+), (%r\d+), (-?\d+);")
+_BRANCH: Final = re.compile(r"(?:@(!?)(%p\d+) )?bra(?:\.uni)?\s+([$\w]+);")
+_LABEL: Final = re.compile(r"([$\w]+):")
+_COMPARISONS: Final[dict[str, Callable[[int, int], bool]]] = {
+    name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
+}
+#: Longest path through the tree that is followed; real ones are far shorter.
+_MOST_STEPS: Final = 200
+#: Cores of which one compiles, and most processes, each of which takes some 250 MiB.
+_CORES_A_PROCESS: Final = 4
+_MOST_PROCESSES: Final = 8
+#: Nice value of the processes, the lowest priority.
+_NICE: Final = 19
+#: Most waiting jobs; further ones that nobody waits for are refused.
+_MOST_WAITING: Final = 4096
+#: Seconds without a job after which a process ends.
+_IDLE_SECONDS: Final = 60.0
 
 
 class CudaSource(NamedTuple):
@@ -187,16 +205,6 @@ def link(ptx: str, architecture: int, functions: bytes = b"") -> bytes:
 
 # -------------------------------------------------------------------------------------- jump table
 
-_DISPATCH: Final = re.compile(r"mov\.b32 (%r\d+), %r\d+; // dispatch")
-_COMPARE: Final = re.compile(r"setp\.(\w+)\.[su]32\s+(%p\d+), (%r\d+), (-?\d+);")
-_BRANCH: Final = re.compile(r"(?:@(!?)(%p\d+) )?bra(?:\.uni)?\s+([$\w]+);")
-_LABEL: Final = re.compile(r"([$\w]+):")
-_COMPARISONS: Final[dict[str, Callable[[int, int], bool]]] = {
-    name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
-}
-#: Longest path through the tree that is followed; real ones are far shorter.
-_MOST_STEPS: Final = 200
-
 
 def with_jump_table(ptx: str, cases: int) -> str:
     """Replace the tree of comparisons over labels 0 to ``cases - 1`` by an indexed branch.
@@ -262,37 +270,25 @@ class _Walk:
                 at = self._labels[branch.group(3)] if taken else at + 1
             elif not text or text.startswith("//") or _LABEL.fullmatch(text):
                 at += 1
-            elif self._is_in_tree(at, known):
+            else:
+                # It is on the path if its basic block ends in a decision of the tree.
+                is_on_path = False
+                for line in self._lines[at:]:
+                    text = line.strip()
+                    compare, branch = _COMPARE.fullmatch(text), _BRANCH.fullmatch(text)
+                    is_on_path = bool(compare and compare.group(3) == self._register)
+                    is_on_path = is_on_path or bool(branch and branch.group(2) in known)
+                    if is_on_path or branch or _LABEL.fullmatch(text):
+                        break
+                if not is_on_path:
+                    self.entries.add(at)
+                    return [*block, f"\tbra.uni $entry_{at};"]
                 block.append(self._lines[at])
                 at += 1
-            else:
-                self.entries.add(at)
-                return [*block, f"\tbra.uni $entry_{at};"]
         raise InternalError(f"the dispatch tree has no end for label {label}", "BAD_PTX")
 
-    def _is_in_tree(self, at: int, known: dict[str, bool]) -> bool:
-        """Return whether the basic block of this line ends in a decision of the tree."""
-        for line in self._lines[at:]:
-            text = line.strip()
-            compare, branch = _COMPARE.fullmatch(text), _BRANCH.fullmatch(text)
-            if compare and compare.group(3) == self._register:
-                return True
-            if branch:
-                return branch.group(2) in known
-            if _LABEL.fullmatch(text):
-                return False
-        return False
 
-
-#: Cores of which one compiles, and most processes, each of which takes some 250 MiB.
-_CORES_A_PROCESS: Final = 4
-_MOST_PROCESSES: Final = 8
-#: Nice value of the processes, the lowest priority.
-_NICE: Final = 19
-#: Most waiting jobs; further ones that nobody waits for are refused.
-_MOST_WAITING: Final = 4096
-#: Seconds without a job after which a process ends.
-_IDLE_SECONDS: Final = 60.0
+# ------------------------------------------------------------------------------------------- queue
 
 
 @dataclass(slots=True, eq=False)
@@ -379,8 +375,19 @@ class CompileQueue:
                 job.future.set_exception(_closed())
 
     def _run(self) -> None:
+        def is_needed() -> bool:
+            return bool(self._is_closed or self._urgent or self._others)
+
         with CompileProcess(self._module) as process:
-            while (job := self._next(process)) is not None:
+            while True:
+                with self._changed:
+                    if not self._changed.wait_for(is_needed, _IDLE_SECONDS):
+                        process.stop()
+                        self._changed.wait_for(is_needed)
+                    if self._is_closed:
+                        return
+                    self._running.add(process)
+                    job = (self._urgent or self._others).popleft()
                 error: Exception | None = None
                 result = None
                 try:
@@ -396,21 +403,6 @@ class CompileQueue:
                     job.future.set_exception(error)
                 else:
                     job.future.set_result(result)
-
-    def _next(self, process: CompileProcess) -> _Job | None:
-        """Wait for a job and take it; return None once the queue is closed."""
-
-        def is_needed() -> bool:
-            return bool(self._is_closed or self._urgent or self._others)
-
-        with self._changed:
-            if not self._changed.wait_for(is_needed, _IDLE_SECONDS):
-                process.stop()
-                self._changed.wait_for(is_needed)
-            if self._is_closed:
-                return None
-            self._running.add(process)
-            return (self._urgent or self._others).popleft()
 
 
 class CompileProcess:

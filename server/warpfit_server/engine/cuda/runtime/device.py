@@ -1,10 +1,9 @@
-"""One CUDA device: its memory and streams, through CuPy.
+"""One CUDA device: calls of its driver by compiled code, and its memory and streams through CuPy.
+
+Compiled code calls the driver in a fraction of the time that Python needs. It takes integers from
+records: a tuple of them takes ten times as long to hand over.
 
 CuPy is imported when a `CudaDevice` is made, so that the package can be imported without it.
-
-Calls of the driver by compiled code, which takes a fraction of the time that Python needs.
-
-Compiled code takes integers from records: a tuple of them takes ten times as long to hand over.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from warpfit_server.compile_cache import check_private, default_cache_directory
 from warpfit_server.engine.interface import Arithmetic, Steps
 from warpfit_server.engine.native.intrinsics import call_c, call_launch, inlined
 
+_LOG: Final = logging.getLogger("warpfit.engine")
 #: Addresses of functions of the driver and of C; ``launches_held`` is 1 while modules are being
 #: loaded, until when launches wait.
 DRIVER: Final = np.dtype(
@@ -45,6 +45,26 @@ _TYPES: Final = {
     **{"int": "i4", "unsigned": "u4", "long long": "i8", "unsigned long long": "u8"},
     "double": "f8",
 }
+#: Share of the device's memory that is used by default; the driver needs the rest.
+_DEFAULT_SHARE: Final = 0.9
+#: Part of the memory limit that the results of one launch may take.
+_RESULTS_SHARE: Final = 1 / 8
+#: Number of the device; ``CUDA_VISIBLE_DEVICES`` says which one that is.
+_DEVICE: Final = 0
+#: Bytes of each block's shared memory that CUDA reserves.
+_RESERVED_BYTES: Final = 1024
+# Priorities of streams: the lowest there is, and one above it.
+_PATIENT: Final = 0
+_URGENT: Final = -1
+# Numbers of the driver and of the runtime.
+_DYNAMIC_SHARED_SIZE: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_HOST_TO_DEVICE: Final = 1  # cudaMemcpyHostToDevice
+_DEVICE_TO_HOST: Final = 2  # cudaMemcpyDeviceToHost
+_SUCCESS: Final = 0  # cudaSuccess
+_OUT_OF_MEMORY: Final = 2  # cudaErrorMemoryAllocation
+_NOT_READY: Final = 600  # cudaErrorNotReady
+
+# ------------------------------------------------------------------------------ calls of the driver
 
 
 def driver_functions() -> NDArray[np.void]:
@@ -136,25 +156,7 @@ def launch_at(
     return call_launch(functions[0].launch, (kernel, *sizes, stream, pointers, np.int64(0)))  # type: ignore[no-any-return]
 
 
-_LOG: Final = logging.getLogger("warpfit.engine")
-#: Share of the device's memory that is used by default; the driver needs the rest.
-_DEFAULT_SHARE: Final = 0.9
-#: Part of the memory limit that the results of one launch may take.
-_RESULTS_SHARE: Final = 1 / 8
-#: Number of the device; ``CUDA_VISIBLE_DEVICES`` says which one that is.
-_DEVICE: Final = 0
-#: Bytes of each block's shared memory that CUDA reserves.
-_RESERVED_BYTES: Final = 1024
-# Priorities of streams: the lowest there is, and one above it.
-_PATIENT: Final = 0
-_URGENT: Final = -1
-# Numbers of the driver and of the runtime.
-_DYNAMIC_SHARED_SIZE: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_HOST_TO_DEVICE: Final = 1  # cudaMemcpyHostToDevice
-_DEVICE_TO_HOST: Final = 2  # cudaMemcpyDeviceToHost
-_SUCCESS: Final = 0  # cudaSuccess
-_OUT_OF_MEMORY: Final = 2  # cudaErrorMemoryAllocation
-_NOT_READY: Final = 600  # cudaErrorNotReady
+# -------------------------------------------------------------------------------------- the device
 
 
 class LaunchWork(NamedTuple):
@@ -205,7 +207,7 @@ class StreamContext:
 
     Args:
         cuda: ``cupy.cuda``.
-        functions: from `driver_calls.driver_functions`.
+        functions: from `driver_functions`.
         allocate: `CudaDevice.allocate`.
         priority: of the stream's kernels.
     """
@@ -215,7 +217,7 @@ class StreamContext:
     ) -> None:
         self._cuda = cuda
         self.functions = functions
-        """Record of `driver_calls.DRIVER`."""
+        """Record of `DRIVER`."""
         self._allocate = allocate
         self.stream = cuda.Stream(non_blocking=True, priority=priority)
         self.handle = int(self.stream.ptr)
@@ -331,7 +333,21 @@ class CudaDevice:
         cache_directory: Path | None = None,
         share: float = 1.0,
     ) -> None:
-        self.cupy = _import_cupy()
+        try:
+            import cupy
+        except ImportError as error:
+            raise UnavailableError(
+                "CuPy is not installed",
+                "NO_CUPY",
+                "pip install '.[cuda13]' (or cuda12), or run with --devices cpu",
+            ) from error
+        except OSError as error:  # CuPy creates its cache directory on import
+            raise UnavailableError(
+                f"CuPy cannot be loaded: {error}",
+                "NO_CUPY",
+                "Let --cache-dir name a directory that can be written, or run with --devices cpu",
+            ) from error
+        self.cupy = cupy
         self.cache_directory = cache_directory or default_cache_directory()
         check_private(self.cache_directory)
         runtime = self.cupy.cuda.runtime
@@ -359,7 +375,7 @@ class CudaDevice:
         self._stays_pageable = False
         """Whether it has been logged that memory cannot be page-locked."""
         self.functions = driver_functions()
-        """Record of `driver_calls.DRIVER`."""
+        """Record of `DRIVER`."""
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
@@ -542,21 +558,3 @@ class PageLocks:
             except Exception as error:  # the driver has failed, and requests say so
                 _LOG.warning("memory was not locked or unlocked: %s", error)
             del work  # else the memory stays mapped
-
-
-def _import_cupy() -> Any:
-    try:
-        import cupy
-    except ImportError as error:
-        raise UnavailableError(
-            "CuPy is not installed",
-            "NO_CUPY",
-            "pip install '.[cuda13]' (or cuda12), or run with --devices cpu",
-        ) from error
-    except OSError as error:  # CuPy creates its cache directory on import
-        raise UnavailableError(
-            f"CuPy cannot be loaded: {error}",
-            "NO_CUPY",
-            "Let --cache-dir name a directory that can be written, or run with --devices cpu",
-        ) from error
-    return cupy

@@ -1,8 +1,8 @@
-"""Translates functions that Numba compiles for the host to CUDA C++, so that both are one code.
+"""CUDA C++ of what is written once for host and device: Python functions, and operators.
 
 What a device and the host must decide alike, such as when a fit has converged, is written once, in
-Python that Numba takes, and every kernel that needs it has its translation. The translator knows
-the part of Python that such code needs, and raises for everything else:
+Python that Numba takes, and every kernel that needs it has its translation (`translate`). The
+translator knows the part of Python that such code needs, and raises for everything else:
 
 * numbers, arrays of one dimension (``Line``) and of two (``Table``), views of them, named tuples;
 * assignments, also to tuples of names; ``if``, ``while``, ``for`` over a range or over constants;
@@ -16,12 +16,12 @@ not negative where they are divided.
 Parts of named tuples that a device does not have can be left out (``never``): they are false there,
 and the compiler leaves out what depends on them.
 
-CUDA C++ that every generated kernel starts with, and the kernel language translated to it.
-
-Precise arithmetic has elementary functions of its own. Those of CUDA branch for special operands,
-and expressions with NaN or infinities in some rows take those branches all the time. These have no
-branches, and give NaN, infinities and signed zeros as NumPy does. Largest errors measured on one
-H200, over all float32 operands or at least 10^9 pairs, and over samples of float64:
+Operators and derivatives are translated from the kernel language (`operator_source`), and every
+generated kernel starts with the functions that they call (`prelude`). Precise arithmetic has
+elementary functions of its own. Those of CUDA branch for special operands, and expressions with NaN
+or infinities in some rows take those branches all the time. These have no branches, and give NaN,
+infinities and signed zeros as NumPy does. Largest errors measured on one H200, over all float32
+operands or at least 10^9 pairs, and over samples of float64:
 
 ============  ======================================  ===============================
 function      float32                                 float64
@@ -143,6 +143,137 @@ _KEYWORDS: Final = frozenset(
 )
 
 
+#: Compiler options. Contraction to multiply-add would change precise results.
+NVRTC_PRECISE: Final = ("--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+NVRTC_FAST: Final = ("--fmad=true", "--ftz=true", "--prec-div=false", "--prec-sqrt=false")
+#: Function of the kernel language -> function in precise32.cu and precise64.cu.
+_FUNCTIONS: Final = MappingProxyType(
+    {"exp": "exponential", "log": "logarithm", "sqrt": "root", "pow": "power"}
+)
+_CALL: Final = re.compile(rf"\b({'|'.join(_FUNCTIONS)})\(")
+#: Short reciprocals of significands in steps of 2^-7 below 1 and 2^-6 above, which cover a little
+#: more than 2^-1/2 to 2^1/2.
+_RECIPROCALS: Final = tuple(
+    [Decimal(n) / 128 for n in range(90, 128)] + [Decimal(n) / 64 for n in range(64, 93)]
+)
+#: High word of the first reciprocal, without its 14 lowest bits.
+_FIRST: Final = 0x3FE68000 >> 14
+#: Binary places of the high part of a logarithm.
+_PLACES: Final = 42
+_LITERAL: Final = re.compile(r"(?<![\w.])(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)(?![\w.])")
+#: Functions of fast arithmetic that the operator table calls; their errors are stated in
+#: `client/OPERATORS.md`.
+#: For a < 0 ``fast_pow`` has the right sign for every whole b in [-2^22, 2^22], and is NaN for
+#: every other b in that range.
+_FAST_HELPERS: Final = r"""
+// Functions, because both values are computed: a branch would cost more.
+__device__ __forceinline__ float select(bool condition, float x, float y) {
+  return condition ? x : y;
+}
+__device__ __forceinline__ double select(bool condition, double x, double y) {
+  return condition ? x : y;
+}
+
+__device__ __forceinline__ float fast_log2(float a) {
+  float r;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+  return r;
+}
+
+__device__ __forceinline__ float fast_exp2(float a) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+  return r;
+}
+
+__device__ __forceinline__ float fast_sqrt(float a) {
+  float r;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+  return r;
+}
+
+__device__ __forceinline__ float fast_tanh(float a) {
+#if __CUDA_ARCH__ >= 750
+  float r;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(r) : "f"(a));
+  return r;
+#else
+  return tanhf(a);
+#endif
+}
+
+__device__ __forceinline__ float fast_pow_positive(float a, float b) {
+  float r = fast_exp2(b * fast_log2(a));
+  return b == 0.0f ? 1.0f : r;
+}
+
+// Adding 1.5 * 2^23 rounds b to a whole number and leaves its parity in the lowest bit: cheaper
+// than a conversion, which shares the special-function unit with the logarithm.
+__device__ __forceinline__ float fast_pow(float a, float b) {
+  float shifted = __fadd_rn(b, 12582912.0f);
+  float whole = __fsub_rn(shifted, 12582912.0f);
+  float magnitude = fast_pow_positive(fabsf(a), b);
+  unsigned sign = (unsigned)__float_as_int(a) & ((unsigned)__float_as_int(shifted) << 31);
+  float r = __int_as_float((int)((unsigned)__float_as_int(magnitude) | sign));
+  return a < 0.0f && whole != b ? __int_as_float(0x7fffffff) : r;
+}
+"""
+
+#: The product of the chain rule: 0 if a factor is 0, even if the other is not finite.
+_PRODUCT: Final = r"""
+__device__ __forceinline__ REAL product(REAL slope, REAL partial) {
+  const REAL both = slope * partial;
+  return slope != (REAL)0 && partial != (REAL)0 ? both : (REAL)0;
+}
+"""
+
+#: The exact remainder, as `warpfit_server.engine.cpu.codegen.elementary_functions` has it: each
+#: turn takes a multiple of b 2^k off |a|, and leaves less than b 2^k, for smaller and smaller k.
+#: BITS are two less than those of the significand, so that the quotient is exact but for 1;
+#: exponents differ by at most 276 (float32) or 2097 (float64), which makes 13 or 42 turns.
+_MOD: Final = r"""
+static __device__ __noinline__ REAL mod(REAL a, REAL b) {
+  const REAL size = abs(a), divisor = abs(b), none = 0;
+  REAL rest = size;
+  if (!(size < divisor)) {
+    if (!(size - size == none && divisor > none)) return none / none;
+    int k = ilogb(size) - ilogb(divisor) - BITS;
+    for (bool last = false; !last; k -= BITS) {
+      last = k <= 0;
+      const REAL step = last ? divisor : ldexp(divisor, k);
+      rest = FUSED(-trunc(QUOTIENT(rest, step)), step, rest);
+      rest = rest < none ? rest + step : rest;
+    }
+  }
+  if (rest == none) return copysign(none, b);
+  const REAL same = copysign(rest, a);
+  return (a < none) == (b < none) ? same : same + b;
+}
+"""
+_MOD_WORDS: Final = {
+    "float": {"BITS": "22", "FUSED": "__fmaf_rn", "QUOTIENT": "__fdiv_rn"},
+    "double": {"BITS": "51", "FUSED": "__fma_rn", "QUOTIENT": "__ddiv_rn"},
+}
+
+#: Long and rare functions: inlined, they would add half to the time of compiling the interpreters.
+#: ``digamma`` is as in `warpfit.ops`; float32 would lose digits near its zeros.
+_CALLED: Final = r"""
+static __device__ __noinline__ REAL called_tgamma(REAL a) { return tgamma(a); }
+static __device__ __noinline__ REAL called_erfc(REAL a) { return erfc(a); }
+static __device__ __noinline__ REAL called_lgamma(REAL a) { return lgamma(a); }
+static __device__ __noinline__ double digamma(double a) {
+  if (a < 0.0 && floor(a) == a) return 0.0;
+  double x = a < 0.5 ? 1.0 - a : a, z = x + 8.0, steps = 0.0;
+  for (int k = 0; k < 8; ++k) steps += 1.0 / (x + k);
+  double square = 1.0 / (z * z), series = 0.0;
+  const double terms[] = {@SERIES@};
+  for (double term : terms) series = (series + term) * square;
+  double r = log(z) - 0.5 / z - series - steps;
+  return a < 0.5 ? r - 3.141592653589793 / tan(3.141592653589793 * (a - floor(a + 0.5))) : r;
+}
+""".replace("@SERIES@", ", ".join(map(repr, reversed(SERIES))))
+
+
 class UntranslatableError(Exception):
     """A function has something in it that the translator does not know."""
 
@@ -255,45 +386,46 @@ class _FunctionText:
 
     def _block(self, statements: Sequence[ast.stmt], indent: str) -> str:
         self._scopes.append(set())
-        text = "".join(self._statement(one, indent) for one in statements)
+        lines, inner = list[str](), indent + "  "
+        for node in statements:
+            match node:
+                case ast.Pass():
+                    pass
+                case ast.Break():
+                    lines.append(f"{indent}break;\n")
+                case ast.Continue():
+                    lines.append(f"{indent}continue;\n")
+                case ast.Expr(value=ast.Call() as call):
+                    lines.append(f"{indent}{self._value(call)};\n")
+                case ast.Return(value=None):
+                    lines.append(f"{indent}return;\n")
+                case ast.Return(value=ast.Tuple(elts=[first, second])):
+                    both = f"both({self._value(first)}, {self._value(second)})"
+                    lines.append(f"{indent}return {both};\n")
+                case ast.Return(value=ast.expr() as value):
+                    lines.append(f"{indent}return {self._value(value)};\n")
+                case ast.AugAssign(target=target, op=op, value=value):
+                    whole = self._value(ast.BinOp(target, op, value))
+                    lines.append(f"{indent}{self._value(target)} = {whole};\n")
+                case ast.AnnAssign(target=ast.Name() as target, value=ast.expr() as value):
+                    lines.append(self._assignment([target], value, indent))
+                case ast.Assign(targets=targets, value=value):
+                    lines.append(self._assignment(targets, value, indent))
+                case ast.If(test=test, body=body, orelse=other):
+                    lines.append(f"{indent}if ({self._value(test)}) {{\n")
+                    lines.append(f"{self._block(body, inner)}{indent}}}")
+                    if other:
+                        lines.append(f" else {{\n{self._block(other, inner)}{indent}}}")
+                    lines.append("\n")
+                case ast.While(test=test, body=body, orelse=[]):
+                    inside = self._block(body, inner)
+                    lines.append(f"{indent}while ({self._value(test)}) {{\n{inside}{indent}}}\n")
+                case ast.For(target=ast.Name(id=name), iter=values, body=body, orelse=[]):
+                    lines.append(self._loop(name, values, body, indent))
+                case _:
+                    raise self._fail(node)
         self._scopes.pop()
-        return text
-
-    def _statement(self, node: ast.stmt, indent: str) -> str:
-        inner = indent + "  "
-        match node:
-            case ast.Pass():
-                return ""
-            case ast.Break():
-                return f"{indent}break;\n"
-            case ast.Continue():
-                return f"{indent}continue;\n"
-            case ast.Expr(value=ast.Call() as call):
-                return f"{indent}{self._value(call)};\n"
-            case ast.Return(value=None):
-                return f"{indent}return;\n"
-            case ast.Return(value=ast.Tuple(elts=[first, second])):
-                return f"{indent}return both({self._value(first)}, {self._value(second)});\n"
-            case ast.Return(value=ast.expr() as value):
-                return f"{indent}return {self._value(value)};\n"
-            case ast.AugAssign(target=target, op=op, value=value):
-                whole = ast.BinOp(target, op, value)
-                return f"{indent}{self._value(target)} = {self._value(whole)};\n"
-            case ast.AnnAssign(target=ast.Name() as target, value=ast.expr() as value):
-                return self._assignment([target], value, indent)
-            case ast.Assign(targets=targets, value=value):
-                return self._assignment(targets, value, indent)
-            case ast.If(test=test, body=body, orelse=other):
-                text = f"{indent}if ({self._value(test)}) {{\n{self._block(body, inner)}{indent}}}"
-                if other:
-                    text += f" else {{\n{self._block(other, inner)}{indent}}}"
-                return text + "\n"
-            case ast.While(test=test, body=body, orelse=[]):
-                inside = self._block(body, inner)
-                return f"{indent}while ({self._value(test)}) {{\n{inside}{indent}}}\n"
-            case ast.For(target=ast.Name(id=name), iter=values, body=body, orelse=[]):
-                return self._loop(name, values, body, indent)
-        raise self._fail(node)
+        return "".join(lines)
 
     def _loop(self, name: str, values: ast.expr, body: Sequence[ast.stmt], indent: str) -> str:
         self._count += 1
@@ -460,23 +592,7 @@ def _literal(number: bool | int | float) -> str:
     return repr(number)
 
 
-#: Compiler options. Contraction to multiply-add would change precise results.
-NVRTC_PRECISE: Final = ("--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
-NVRTC_FAST: Final = ("--fmad=true", "--ftz=true", "--prec-div=false", "--prec-sqrt=false")
-#: Function of the kernel language -> function in precise32.cu and precise64.cu.
-_FUNCTIONS: Final = MappingProxyType(
-    {"exp": "exponential", "log": "logarithm", "sqrt": "root", "pow": "power"}
-)
-_CALL: Final = re.compile(rf"\b({'|'.join(_FUNCTIONS)})\(")
-#: Short reciprocals of significands in steps of 2^-7 below 1 and 2^-6 above, which cover a little
-#: more than 2^-1/2 to 2^1/2.
-_RECIPROCALS: Final = tuple(
-    [Decimal(n) / 128 for n in range(90, 128)] + [Decimal(n) / 64 for n in range(64, 93)]
-)
-#: High word of the first reciprocal, without its 14 lowest bits.
-_FIRST: Final = 0x3FE68000 >> 14
-#: Binary places of the high part of a logarithm.
-_PLACES: Final = 42
+# --------------------------------------------------------------------------- the kernel language
 
 
 def precise_calls(expression: str) -> str:
@@ -515,119 +631,6 @@ def _read(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text()
 
 
-#: Functions of fast arithmetic that the operator table calls; their errors are stated in
-#: `client/OPERATORS.md`.
-#: For a < 0 ``fast_pow`` has the right sign for every whole b in [-2^22, 2^22], and is NaN for
-#: every other b in that range.
-_FAST_HELPERS: Final = r"""
-// Functions, because both values are computed: a branch would cost more.
-__device__ __forceinline__ float select(bool condition, float x, float y) {
-  return condition ? x : y;
-}
-__device__ __forceinline__ double select(bool condition, double x, double y) {
-  return condition ? x : y;
-}
-
-__device__ __forceinline__ float fast_log2(float a) {
-  float r;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
-  return r;
-}
-
-__device__ __forceinline__ float fast_exp2(float a) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
-  return r;
-}
-
-__device__ __forceinline__ float fast_sqrt(float a) {
-  float r;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
-  return r;
-}
-
-__device__ __forceinline__ float fast_tanh(float a) {
-#if __CUDA_ARCH__ >= 750
-  float r;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(r) : "f"(a));
-  return r;
-#else
-  return tanhf(a);
-#endif
-}
-
-__device__ __forceinline__ float fast_pow_positive(float a, float b) {
-  float r = fast_exp2(b * fast_log2(a));
-  return b == 0.0f ? 1.0f : r;
-}
-
-// Adding 1.5 * 2^23 rounds b to a whole number and leaves its parity in the lowest bit: cheaper
-// than a conversion, which shares the special-function unit with the logarithm.
-__device__ __forceinline__ float fast_pow(float a, float b) {
-  float shifted = __fadd_rn(b, 12582912.0f);
-  float whole = __fsub_rn(shifted, 12582912.0f);
-  float magnitude = fast_pow_positive(fabsf(a), b);
-  unsigned sign = (unsigned)__float_as_int(a) & ((unsigned)__float_as_int(shifted) << 31);
-  float r = __int_as_float((int)((unsigned)__float_as_int(magnitude) | sign));
-  return a < 0.0f && whole != b ? __int_as_float(0x7fffffff) : r;
-}
-"""
-
-#: The product of the chain rule: 0 if a factor is 0, even if the other is not finite.
-_PRODUCT: Final = r"""
-__device__ __forceinline__ REAL product(REAL slope, REAL partial) {
-  const REAL both = slope * partial;
-  return slope != (REAL)0 && partial != (REAL)0 ? both : (REAL)0;
-}
-"""
-
-#: The exact remainder, as `warpfit_server.engine.cpu.codegen.elementary_functions` has it: each
-#: turn takes a multiple of b 2^k off |a|, and leaves less than b 2^k, for smaller and smaller k.
-#: BITS are two less than those of the significand, so that the quotient is exact but for 1;
-#: exponents differ by at most 276 (float32) or 2097 (float64), which makes 13 or 42 turns.
-_MOD: Final = r"""
-static __device__ __noinline__ REAL mod(REAL a, REAL b) {
-  const REAL size = abs(a), divisor = abs(b), none = 0;
-  REAL rest = size;
-  if (!(size < divisor)) {
-    if (!(size - size == none && divisor > none)) return none / none;
-    int k = ilogb(size) - ilogb(divisor) - BITS;
-    for (bool last = false; !last; k -= BITS) {
-      last = k <= 0;
-      const REAL step = last ? divisor : ldexp(divisor, k);
-      rest = FUSED(-trunc(QUOTIENT(rest, step)), step, rest);
-      rest = rest < none ? rest + step : rest;
-    }
-  }
-  if (rest == none) return copysign(none, b);
-  const REAL same = copysign(rest, a);
-  return (a < none) == (b < none) ? same : same + b;
-}
-"""
-_MOD_WORDS: Final = {
-    "float": {"BITS": "22", "FUSED": "__fmaf_rn", "QUOTIENT": "__fdiv_rn"},
-    "double": {"BITS": "51", "FUSED": "__fma_rn", "QUOTIENT": "__ddiv_rn"},
-}
-
-#: Long and rare functions: inlined, they would add half to the time of compiling the interpreters.
-#: ``digamma`` is as in `warpfit.ops`; float32 would lose digits near its zeros.
-_CALLED: Final = r"""
-static __device__ __noinline__ REAL called_tgamma(REAL a) { return tgamma(a); }
-static __device__ __noinline__ REAL called_erfc(REAL a) { return erfc(a); }
-static __device__ __noinline__ REAL called_lgamma(REAL a) { return lgamma(a); }
-static __device__ __noinline__ double digamma(double a) {
-  if (a < 0.0 && floor(a) == a) return 0.0;
-  double x = a < 0.5 ? 1.0 - a : a, z = x + 8.0, steps = 0.0;
-  for (int k = 0; k < 8; ++k) steps += 1.0 / (x + k);
-  double square = 1.0 / (z * z), series = 0.0;
-  const double terms[] = {@SERIES@};
-  for (double term : terms) series = (series + term) * square;
-  double r = log(z) - 0.5 / z - series - steps;
-  return a < 0.5 ? r - 3.141592653589793 / tan(3.141592653589793 * (a - floor(a + 0.5))) : r;
-}
-""".replace("@SERIES@", ", ".join(map(repr, reversed(SERIES))))
-
-
 def compiler_options(arithmetic: Arithmetic) -> tuple[str, ...]:
     """Return NVRTC's options for `operator_source`."""
     return NVRTC_FAST if arithmetic.is_fast else NVRTC_PRECISE
@@ -654,9 +657,6 @@ def packs() -> str:
 def sum_tree() -> str:
     """Return the functions that add up sums over rows."""
     return resources.files(__package__).joinpath("sum_tree.cu").read_text()
-
-
-_LITERAL: Final = re.compile(r"(?<![\w.])(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)(?![\w.])")
 
 
 def render(expression: str, real: str) -> str:

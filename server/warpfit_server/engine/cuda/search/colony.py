@@ -561,28 +561,7 @@ class CudaWeigher:
         """Implement `Weigher`; a step is one tile."""
         self._device.use()
         left = np.ascontiguousarray(left, np.float32)
-        own = self._prepared_fit(fit, left)
-        total, tiles = 0, list[_Tile]()
-        for held in right:
-            for first in range(0, len(held.values), _RIGHT_TILE):
-                rights = min(_RIGHT_TILE, len(held.values) - first)
-                tiles.append(_Tile(held, first, rights, total + first))
-            total += len(held.values)
-        best = Best(fit, left, total, count)
-        waiting: tuple[int, _Tile] | None = None
-        for number, tile in enumerate([*tiles, None]):
-            slot = number % 2
-            if tile is not None:
-                self._multiply(own, fit, tile)
-                self._weigh(own, slot, best.bound, 0, len(left))
-            if waiting is not None:
-                yield from self._collected(own, fit, *waiting, best)
-            waiting = None if tile is None else (slot, tile)
-            yield None
-        return best.sorted()
-
-    def _prepared_fit(self, fit: Fit, left: Singles) -> NDArray[np.void]:
-        """Have the factors of the left formulas made; return the record of `PAIRS`."""
+        # The factors of the left formulas are made first.
         sizes, own = self._sizes(len(fit.roots)), np.zeros(1, PAIRS)
         for name, size in sizes.items():
             if name not in self._memory or self._memory[name].mem.size < size:
@@ -604,7 +583,24 @@ class CudaWeigher:
         own["rounding"] = _DOUBLE_ROUNDING if self._is_double else ROUNDING
         own["product_rounding"] = _DOUBLE_ROUNDING if self._is_double else PRODUCT_ROUNDING
         self._launch("prepare_left", own, len(left))
-        return own
+        total, tiles = 0, list[_Tile]()
+        for held in right:
+            for first in range(0, len(held.values), _RIGHT_TILE):
+                rights = min(_RIGHT_TILE, len(held.values) - first)
+                tiles.append(_Tile(held, first, rights, total + first))
+            total += len(held.values)
+        best = Best(fit, left, total, count)
+        waiting: tuple[int, _Tile] | None = None
+        for number, tile in enumerate([*tiles, None]):
+            slot = number % 2
+            if tile is not None:
+                self._multiply(own, fit, tile)
+                self._weigh(own, slot, best.bound, 0, len(left))
+            if waiting is not None:
+                yield from self._collected(own, fit, *waiting, best)
+            waiting = None if tile is None else (slot, tile)
+            yield None
+        return best.sorted()
 
     def _multiply(self, own: NDArray[np.void], fit: Fit, tile: _Tile) -> None:
         """Have the matrix products of a tile computed."""

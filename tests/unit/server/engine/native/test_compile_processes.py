@@ -52,15 +52,17 @@ def test_a_process_that_fails_is_logged_and_nothing_else(tmp_path, caplog):
 #: Compiles nothing, but takes a while to do so, and notes it.
 COMPILER = """
 import sys, time
+from pathlib import Path
 from warpfit_server.engine.native.numba_cache import run_parts
 
-def compile(place):
+def compile():
+    place = Path(sys.argv[1])
     with (place / "log").open("a") as log:
         log.write(".")
     while not (place / "go on").exists():
         time.sleep(0.01)
 
-run_parts({"first": lambda place: compile, "second": compile}, sys.argv[1:])
+run_parts({"first": lambda: None, "second": compile}, sys.argv[1:])
 """
 
 
