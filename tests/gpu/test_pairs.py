@@ -8,8 +8,8 @@ import pytest
 from support.suites.pairs import *  # noqa: F403
 from support.suites.pairs import drawn, standardised
 from warpfit_server.engine.cpu.pairs import CpuWeigher
-from warpfit_server.engine.cuda.search import colony
-from warpfit_server.engine.cuda.search.colony import CudaWeigher
+from warpfit_server.engine.cuda import colony
+from warpfit_server.engine.cuda.colony import CudaWeigher
 from warpfit_server.engine.interface import run_to_end
 from warpfit_server.engine.search.library import Fit
 

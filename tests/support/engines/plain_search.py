@@ -232,8 +232,8 @@ class Genes:
     def __init__(self, *, cuda: bool) -> None:
         self._library: ctypes.CDLL | None = None
         if cuda:
+            from warpfit_server.engine.cuda.colony import colony_source
             from warpfit_server.engine.cuda.interpreter.launches import Variant
-            from warpfit_server.engine.cuda.search.colony import colony_source
 
             source = colony_source(Variant(Arithmetic.PRECISE, 4), genome.MOST_TOKENS).source
             # Operators cast what is no number to integers, which is defined on a device.

@@ -20,7 +20,7 @@ ORDERS = {
     "dataset_store engine rpc processes",
     "warpfit_server.engine": "native interface sum_tree lowering evaluation "
     "autodiff fit search cpu cuda scheduler runner loop",
-    "warpfit_server.engine.cuda": "runtime interpreter derivatives jit search",
+    "warpfit_server.engine.cuda": "runtime interpreter derivatives jit colony",
     "warpfit": "errors expressions frontends formulas codec transport calls sklearn cli",
 }
 

@@ -17,7 +17,7 @@ Work is cut into chunks that threads take one after the other. A chunk is a rang
 a span of rows. A span is a node of the tree of `sum_tree`, so that results do not depend on the
 threads or on how work is cut.
 
-Reductions and moments of values, block by block and merged over spans; compiled by Numba.
+Reductions and moments of values are computed block by block and merged over spans, too.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ from warpfit_server.engine.native.intrinsics import (
 from warpfit_server.engine.sum_tree import block_rows, carry, node_rows, node_sums, tree_of
 from warpfit_server.limits import MOST_BLOCKS, MOST_SUMS, spans_of_long_programs
 
+Floats = NDArray[np.float64]
 #: Bytes of one stored invariant: as wide as a kernel's step.
 INVARIANT_WIDTH: Final = 64
 #: What is the same for all instances of an evaluation: int64 numbers and addresses, 0 for None.
@@ -467,18 +468,20 @@ def new_context(
     layout, batch = dataset.layout, evaluation.batch
     context = np.zeros(1, dtype=CONTEXT)
     context["item_bytes"] = layout.dtype.itemsize
-    context["variables"] = dataset.matrix.ctypes.data
-    context["variable_pitch"] = layout.rows * layout.dtype.itemsize
+    first, pitch = dataset.matrix.ctypes.data, layout.rows * layout.dtype.itemsize
+    context["variables"], context["variable_pitch"] = first, pitch
+    # Target and weights are the columns behind the variables.
+    context["target"] = first + layout.variables * pitch if layout.has_target else 0
+    context["weights"] = first + (len(dataset.matrix) - 1) * pitch if layout.has_weights else 0
+    context["values"] = 0 if values is None else values.ctypes.data
     context["vectors"], context["instances"] = batch.vectors, len(batch) * batch.vectors
     context["row_start"], context["row_stop"] = evaluation.row_range(layout)
     context["block_rows"], context["levels"] = block_rows(layout), level + 1
-    columns = {"values": values, "target": dataset.target, "weights": dataset.weights}
-    for name, column in columns.items():
-        context[name] = 0 if column is None else column.ctypes.data
     return context
 
 
-Floats = NDArray[np.float64]
+# ---------------------------------------------------------------------- reductions and moments
+
 #: Sums that are added side by side, so that one addition need not wait for the other.
 _LANES: Final = 4
 #: Numbers of an instance's reductions: least, greatest, number of non-finite values.

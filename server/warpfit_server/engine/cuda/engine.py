@@ -309,7 +309,7 @@ class CudaEngine:
     ) -> Steps[SearchProgress]:
         """Search for formulas; see `interface.Engine`."""
         # Imported on first use, because importing it delays the start of the server.
-        from warpfit_server.engine.cuda.search import colony
+        from warpfit_server.engine.cuda import colony
         from warpfit_server.engine.search.driver import search
 
         if HostSearches.are_needed(request):

@@ -629,7 +629,7 @@ _KNOWN: Final[dict[str, Any]] = {
 _LINES: Final = [f"    if code == {row.code}: return {row.kernel}" for row in OPERATORS.values()]
 exec("\n".join(["def apply_operator(code, a, b, c):", *_LINES, "    return nan"]), _KNOWN)
 #: Computes the operator of a code. CUDA C++ has a function of the same name, a switch that
-#: `engine/cuda/search` writes.
+#: `engine/cuda/colony.py` writes.
 apply_operator: Final = register_jitable(error_model="numpy")(_KNOWN["apply_operator"])
 
 

@@ -14,6 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 from support.emulators.cuda_on_host import compile_for_host
+from warpfit_server.engine.cuda import colony
+from warpfit_server.engine.cuda.colony import pairs_source
 from warpfit_server.engine.cuda.derivatives import launches as derivatives
 from warpfit_server.engine.cuda.derivatives import tier
 from warpfit_server.engine.cuda.derivatives.lowering import PROGRAM, derivative_source
@@ -22,8 +24,6 @@ from warpfit_server.engine.cuda.jit import kernel_store
 from warpfit_server.engine.cuda.jit.tier import graph_source
 from warpfit_server.engine.cuda.runtime.device import DRIVER, argument_type
 from warpfit_server.engine.cuda.runtime.translation import UntranslatableError, name_of, translate
-from warpfit_server.engine.cuda.search import colony
-from warpfit_server.engine.cuda.search.colony import pairs_source
 from warpfit_server.engine.interface import Arithmetic
 from warpfit_server.engine.native.intrinsics import inlined
 
@@ -97,9 +97,9 @@ STRUCTS = [
     ("derivatives/derivatives.cu", "Arguments", derivatives.DERIVATIVE_ARGUMENTS),
     ("derivatives/derivatives.cu", "Program", PROGRAM),
     ("derivatives/fit.cu", "FitArguments", tier.FIT_ARGUMENTS),
-    ("search/colony.cu", "Colony", colony.COLONY),
+    ("colony.cu", "Colony", colony.COLONY),
     ("derivatives/statistics.cu", "StatisticsArguments", derivatives.STATISTICS_ARGUMENTS),
-    ("search/pairs.cu", "Pairs", colony.PAIRS),
+    ("pairs.cu", "Pairs", colony.PAIRS),
 ]
 
 

@@ -14,10 +14,10 @@ from warpfit.parse import parse
 from warpfit.searching import SearchReason
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.cpu.pairs import CpuWeigher
+from warpfit_server.engine.cuda import colony
+from warpfit_server.engine.cuda.colony import CudaWeigher
 from warpfit_server.engine.cuda.engine import HostSearches
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.search import colony
-from warpfit_server.engine.cuda.search.colony import CudaWeigher
 from warpfit_server.engine.evaluation import LoadedDatasets
 from warpfit_server.engine.interface import run_to_end
 from warpfit_server.engine.search.library import Fit

@@ -3,7 +3,7 @@
 import pytest
 
 from support.suites.searches import *  # noqa: F403
-from warpfit_server.engine.cuda.search import colony
+from warpfit_server.engine.cuda import colony
 
 pytestmark = pytest.mark.thorough  # its kernels take minutes to be compiled for the CPU
 

@@ -1,1 +1,0 @@
-"""Searches on a GPU: the colony, and pairs of short formulas."""
