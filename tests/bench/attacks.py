@@ -7,8 +7,6 @@ measured alone, so that other work on the machine meets both. Its answers are ch
 Another process asks the server's port and the health port whether the server is ready.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -362,7 +360,3 @@ def main() -> None:
                 print(name, found[name], flush=True)
     load = round(os.getloadavg()[0], 1)
     save(options.name, {"seed": SEED, "load_average": load, "attacks": found}, options.folder)
-
-
-if __name__ == "__main__":
-    main()

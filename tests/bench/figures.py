@@ -6,8 +6,6 @@
 ``--check`` changes nothing, names what is out of date and then exits with 1.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 import sys
@@ -30,9 +28,6 @@ PAGES = (
     "deploy/site/pages/benchmarking.md",
 )
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
-
-
-# ------------------------------------------------------------------------------ the front page
 
 
 def linked(name: str, root: str = "") -> str:
@@ -71,9 +66,6 @@ pyoperon: {fits["fits_per_second"]["pyoperon"]:,.0f} a second | {fitted} |
 {solved[0]} of 100 | pyoperon: {solved[1]} of 100 | {equations} |
 | twelve public tables, median R2 of rows left out, 10 s, two cores | {medians[0]} | \
 pyoperon: {medians[1]}; linear regression: {linear:.3f} | {public} |"""
-
-
-# ------------------------------------------------------------------------- the CPU engine, fits
 
 
 def cpu_engine() -> Iterator[str]:
@@ -196,9 +188,6 @@ def noisy_tables() -> Iterator[str]:
     yield from table(head, rows)
 
 
-# ---------------------------------------------------------------------------------- the service
-
-
 def service() -> Iterator[str]:
     cost, document = result("call_cost"), result("service")
     client, server = cost["client_us"], cost["server_us"]
@@ -233,9 +222,6 @@ def transport() -> Iterator[str]:
     ready = (f" | {document['upload']['with_ready_gb_s']:.2f} GB/s" for document in documents)
     rows.append("and transposed and hashed by the client" + "".join(ready))
     yield from table("what | 2 cores | 16 cores", rows)
-
-
-# -------------------------------------------------------------------------------------- the GPU
 
 
 def device() -> Iterator[str]:
@@ -380,9 +366,6 @@ def proposals() -> Iterator[str]:
     yield from table("skeletons a second | 1,000 rows | 100,000 rows", rows)
 
 
-# ------------------------------------------------------------------------ overload, faults, attacks
-
-
 def overload() -> Iterator[str]:
     """Ten times the calls that a server can answer, and a greedy tenant beside a modest one."""
     rows = []
@@ -484,9 +467,6 @@ def attacks() -> Iterator[str]:
         rows.append(f"{name.partition(' ')[2]} | {told}")
     head = "attack | alone, p50 / p99 in ms | attacked | longest | wrong answers, failed calls"
     yield from table(head, rows)
-
-
-# -------------------------------------------------------------------------------------- writing
 
 
 FIGURES: dict[str, Callable[[], Iterator[str]]] = {

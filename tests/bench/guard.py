@@ -7,8 +7,6 @@ takes nothing of the server's at the peak and at ten times that, and the same pr
 both. With a greedy tenant all share all cores. Ratios compare figures of one run, measured in turn.
 """
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os
@@ -287,7 +285,3 @@ def main() -> None:
     }
     usual = "guard" if options.engine == "cpu" else f"guard_{options.engine}"
     save(options.name or usual, content, options.folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,8 +4,6 @@ A peer is made of the data and the number of threads. ``prepare`` turns programs
 into whatever the library evaluates; its job is one evaluation of all programs on all rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -24,8 +24,6 @@ seeded and add a line to the file ``--out`` each, so a plan that was interrupted
 stopped. A method whose package is not installed is left out.
 """
 
-from __future__ import annotations
-
 import atexit
 import itertools
 import json
@@ -335,7 +333,3 @@ def main() -> None:
         worker_pool(options.processes, options.threads, Worker.begin, options.threads) as pool,
     ):
         work(pool, options, out)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,8 +11,6 @@ one core and the best of up to 30 settings; these have ``--seconds`` and the def
 the result file says.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import itertools
@@ -108,7 +106,3 @@ def main() -> None:
         "runs": runs,
     }
     save(options.name, content, options.folder, show=False)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,8 +10,6 @@
   likelihood, of 68% and 95% should hold the true p2 as often.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -90,7 +88,3 @@ def main() -> None:
         wrong = false_discoveries(client, options.targets, options.shuffles)
         found["false_discoveries"] = wrong
     save(options.name, found, options.folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -177,7 +177,3 @@ def main() -> None:
         "cost_of_derivatives": [costs(100_000)],
     }
     save(options.name, content, options.folder)
-
-
-if __name__ == "__main__":
-    main()

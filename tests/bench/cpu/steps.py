@@ -11,8 +11,6 @@ Beside it stand the processor time of all threads meanwhile, because the engine'
 those that help it, and the seconds on the wall. The least of two rounds counts.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -312,7 +310,3 @@ def main() -> None:
         "most_beyond_MiB": max((each["beyond_MiB"] for each in found.values()), default=0),
     }
     save(options.name, content, options.folder)
-
-
-if __name__ == "__main__":
-    main()

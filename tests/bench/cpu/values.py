@@ -7,8 +7,6 @@ Both evaluate the random mix (300 random expressions of 10 to 50 tokens over 10 
 are interleaved, medians are reported. Answers are checked against the float64 reference before.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -92,7 +90,3 @@ def main() -> None:
         "cases": cases,
     }
     save(options.name, content, options.folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -18,8 +18,6 @@ send messages that were encoded beforehand, and ``--worker-cores 10`` gives work
 cores and the servers the others: what the server can do where workers are on other hosts.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import statistics
@@ -275,7 +273,3 @@ def main() -> None:
             save(options.name, content, options.folder, show=False)
     content["seconds"] = round(time.perf_counter() - begun, 1)
     save(options.name, content, options.folder)
-
-
-if __name__ == "__main__":
-    main()

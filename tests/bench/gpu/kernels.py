@@ -9,8 +9,6 @@ device, all kernels, sums to the host); ``compile_300_expressions_seconds`` is t
 expressions to loaded modules, with nothing cached.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable
@@ -179,7 +177,3 @@ def main() -> None:
             found = PARTS[part](device, options.repeats)
         content = {"device": {"name": device.name, "driver": device.driver}, **found}
         save(f"gpu_{part}", content, options.folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,8 +9,6 @@ engine on all of them evaluate a generation of the same mix, too. ``--devices cp
 of each run of many workers, and ``--scale`` of the numbers of calls try it without a GPU.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time
@@ -159,7 +157,3 @@ def main() -> None:
     content["CPU"] = cpu_peers(max(2, int(10 * options.scale)))
     content["start_up_seconds"] = start_up_seconds(options.devices)
     save(options.name, content, options.folder)
-
-
-if __name__ == "__main__":
-    main()

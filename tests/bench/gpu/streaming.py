@@ -12,8 +12,6 @@ the random mix, fast mode:
 * ``of_bound``: the longer of copies and kernels alone over ``seconds``; 1 if nothing is lost.
 """
 
-from __future__ import annotations
-
 import time
 from itertools import product
 from typing import Any
@@ -106,7 +104,3 @@ def measure(
         "kernel_seconds": kernels * windows,
         "streamed_kernel_seconds": streamed,
     }
-
-
-if __name__ == "__main__":
-    main()

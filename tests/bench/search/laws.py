@@ -8,8 +8,6 @@
 ``--own`` takes eight further laws, to which nothing was tuned.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time
@@ -142,7 +140,3 @@ def main() -> None:
     device = "cpu" if given.devices.startswith("cpu") else "gpu"
     name = given.name or f"search_laws_{device}{'_own' if given.own else ''}"
     save(name, content, given.folder)
-
-
-if __name__ == "__main__":
-    main()

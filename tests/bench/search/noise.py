@@ -5,8 +5,6 @@ Targets are normal, lognormal or Student's t with two degrees of freedom, in tur
 rows; five columns are normal. A fit is wrong that chooses anything but a constant.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 import warnings
@@ -58,7 +56,3 @@ def main() -> None:
     device = "cpu" if options.devices == "cpu" else "gpu"
     name = options.name or f"search_noise_{device}"
     save(name, {"seconds": options.seconds, **found, "runs": runs}, options.folder)
-
-
-if __name__ == "__main__":
-    main()

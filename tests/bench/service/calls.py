@@ -12,8 +12,6 @@ programs of the random mix with their parameters, in ``--rounds``.
   round has new objects, as every generation of genetic programming has.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools
@@ -195,7 +193,3 @@ def main() -> None:
     content = {"seed": SEED, "evaluate_300_fresh_1000_rows_loss": overhead(8 * rounds)}
     # The server above has filled the compile cache, which the start-up time presumes.
     save("service", {**content, "start_up_seconds": harness.start_up_seconds()}, options.folder)
-
-
-if __name__ == "__main__":
-    main()

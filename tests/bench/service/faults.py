@@ -9,7 +9,6 @@ puts them beside what the file has of the others.
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -91,7 +90,3 @@ def main() -> int:
         results[fault] = {"as_expected": expected(seen), "load_average_before": busy, **seen}
     save(name, {"faults": results}, options.folder)
     return 0 if all(results[fault]["as_expected"] for fault in chosen) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

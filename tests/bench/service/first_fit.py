@@ -5,8 +5,6 @@ and again with the cache that this has filled. Imports, the start of a server, c
 and the output are part of the time.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -34,7 +32,3 @@ def main() -> None:
                 subprocess.run(**child, check=True, capture_output=True)
                 series.append(round(time.perf_counter() - started, 2))
     save(options.name, {"rounds": options.rounds, "seconds": seconds}, options.folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,11 +8,8 @@ if a request got an answer that it must not get, a process ended, memory or desc
 something remains in flight.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
-import sys
 import tempfile
 import threading
 import time
@@ -149,7 +146,3 @@ def main() -> int:
     bad += [each["descriptors"] >= GROWTH_DESCRIPTORS for each in grown]
     bad += [result["not_allowed"], result["crashes"], result["internal"]]
     return int(any([*bad, *result["in_flight_at_the_end"].values()]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

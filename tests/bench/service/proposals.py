@@ -7,8 +7,6 @@ ones and from eight drawn starts, on float64 data.
 ``--devices 0 --name proposals_gpu`` measures the first GPU.
 """
 
-from __future__ import annotations
-
 import runpy
 import statistics
 import time
@@ -56,7 +54,3 @@ def main() -> None:
         cases = {f"{rows} rows": measured(client, rows, options) for rows in options.rows}
     content = {"devices": options.devices, "skeletons": options.skeletons, "restarts": RESTARTS}
     save(options.name, {**content, "seed": SEED, "cases": cases}, options.folder)
-
-
-if __name__ == "__main__":
-    main()

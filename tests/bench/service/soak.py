@@ -5,7 +5,6 @@ server grew by 50 MB or more after a warm-up of a quarter of the time, or if the
 that keeps 32 KiB of each answered call, passed.
 """
 
-import sys
 from typing import Any
 
 from harness import arguments, save
@@ -23,7 +22,3 @@ def main() -> int:
     content = {"minutes": options.minutes, **SIZE, "soak": result, "control_with_a_leak": control}
     save(options.name, content, options.folder)
     return 0 if result["passed"] and not control["passed"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,8 +7,6 @@ same run: copying memory and SHA-256. The best round says what the machine can d
 other programs on it have left.
 """
 
-from __future__ import annotations
-
 import hashlib
 import statistics
 import time
@@ -78,7 +76,3 @@ def main() -> None:
         found = {"answer": moved, "answer_with_cpu_engine": answers(client, idle=False)}
         found["upload"] = uploads(client)
     save(options.name, {"seed": SEED, "bounds": bounds, **found}, options.folder)
-
-
-if __name__ == "__main__":
-    main()

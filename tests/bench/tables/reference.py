@@ -1,7 +1,5 @@
 """The page ``client/REFERENCE.md``: losses and keywords, from docstrings and signatures."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re
@@ -73,9 +71,6 @@ def reference_page() -> str:
     return "".join(parts)
 
 
-# ------------------------------------------------------------------------------------ the sections
-
-
 def _method(title: str, method: Any) -> Iterator[str]:
     summary = _plain(inspect.getdoc(method).partition("\n\n")[0])
     yield f"\n## Keywords of {title}\n\n{summary}\n"
@@ -109,9 +104,6 @@ def _estimator(estimator: Any) -> Iterator[str]:
         for name, kind, meaning in found:
             default = _default(parameters[name]) if section == "Parameters" else ""
             yield _row(f"`{name}{default}`", kind, inspect.cleandoc(meaning))
-
-
-# ------------------------------------------------------------------------------------ what is said
 
 
 @cache
