@@ -1,9 +1,9 @@
 """Write the tables of the READMEs and the plots from the result files.
 
 ``python tests/bench/figures.py`` rewrites every block between ``<!-- figures: NAME -->`` and
-``<!-- end of figures -->``, the plots ``results/generation.svg`` and
-``results/search_course.svg``, ``client/OPERATORS.md`` and ``client/REFERENCE.md``;
-``--check`` changes nothing, names what is out of date and then exits with 1.
+``<!-- end of figures -->``, and the plots ``results/generation.svg`` and
+``results/search_course.svg``; ``--check`` changes nothing, names what is out of date and then exits
+with 1.
 """
 
 import re
@@ -15,17 +15,19 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from tables import operators
 from tables.capacity import capacity_costs, capacity_terabyte
 from tables.layout import RESULTS, result, select, table
+from tables.operators import operator_bounds, operator_meanings, operator_slopes
 from tables.plots import course_plot, generation_plot
-from tables.reference import reference_page
+from tables.reference import keywords, loss_closings, loss_functions, loss_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     *("README.md", "server/OPERATING.md", "server/SEARCH.md", "server/SECURITY.md"),
     *("tests/bench/README.md", "deploy/README.md", "deploy/capacity.md"),
-    "deploy/site/pages/benchmarking.md",
+    *("deploy/site/pages/benchmarking.md", "client/OPERATORS.md"),
+    # Before 3.12, typed dictionaries do not tell their bases.
+    *(["client/REFERENCE.md"] if sys.version_info >= (3, 12) else []),
 )
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
@@ -475,7 +477,8 @@ FIGURES: dict[str, Callable[[], Iterator[str]]] = {
         *(front_page, cpu_engine, fits, found_equations, three_columns, srbench_2025),
         *(noisy_tables, laws, service, transport, device, gpu_devices, gpu_streaming),
         *(gpu_derivatives, proposals, overload, faults, faults_ray, attacks),
-        *(capacity_costs, capacity_terabyte),
+        *(capacity_costs, capacity_terabyte, operator_meanings, operator_bounds, operator_slopes),
+        *(loss_names, loss_functions, loss_closings, keywords),
     )
 } | {
     "gpu_service": partial(gpu_service, "gpu_service"),
@@ -496,9 +499,6 @@ def outputs() -> dict[Path, str]:
     found = {ROOT / name: page((ROOT / name).read_text()) for name in PAGES}
     found[RESULTS / "generation.svg"] = generation_plot()
     found[RESULTS / "search_course.svg"] = course_plot()
-    found[ROOT / "client" / "OPERATORS.md"] = operators.operator_page()
-    if sys.version_info >= (3, 12):  # before, typed dictionaries do not tell their bases
-        found[ROOT / "client" / "REFERENCE.md"] = reference_page()
     return found
 
 
