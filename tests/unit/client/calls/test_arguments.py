@@ -117,7 +117,6 @@ def test_half_a_character_is_refused_in_a_text_that_can_be_printed(client):
         assert r"a\ud800b" in str(Proposals([Proposal(HALF)]))
 
 
-# ---------------------------------------------------------------------------------------- mistakes
 U1, U4 = np.uint8, np.uint32
 BOTH = Program.parameter(0), Program.parameter(1)
 
@@ -262,7 +261,6 @@ def test_what_is_no_number_in_its_range_is_told(client, data, name):
         assert f"{name.strip()} is {value!r}" in told(call, client, data, **number)
 
 
-# ----------------------------------------------------------------------------------------- batches
 TEXTS = ["x1 + p1", "sin(x2)", "x1*x2 - 3", "p1/p2"]
 
 
@@ -317,7 +315,6 @@ def test_what_is_no_vector_of_parameters_is_refused():
         refused("", ParameterVectors.of, 2, entries)
 
 
-# -------------------------------------------------------------- the one door for numbers of callers
 #: An object that gives a masked array when asked for one, as variables of NetCDF files do.
 class Lazy:
     def __array__(self, dtype=None, copy=None):
@@ -439,7 +436,6 @@ def test_the_row_is_named():
         refused(f"MISSING_VALUE: .*in row {row} ", real_numbers, given, "X")
 
 
-# ------------------------------------------------------------------------- every place has it
 #: What has no order, or can be read only once: NumPy takes it for one object.
 UNORDERED = {
     **{"generator": lambda: (value for value in (1.0, 2.0)), "set": lambda: {1.0, 2.0}},

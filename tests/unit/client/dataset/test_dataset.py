@@ -193,7 +193,6 @@ def test_labels_of_frames_are_texts_or_none_is():
     assert open_table(pd.DataFrame([[1.0, 2.0]])).variables.names == ()
 
 
-# ------------------------------------------------------------------------------ canonical data sets
 X = np.arange(12.0).reshape(6, 2)
 Y = np.arange(6.0)
 
@@ -339,7 +338,6 @@ def test_ranges_are_those_of_the_rows_that_count(rows, dtype, monkeypatch):
     np.testing.assert_array_equal(canonical.ranges(nothing), [[0.0], [0.0]])
 
 
-# ------------------------------------------------------------------------ what float32 cannot hold
 SPAN = np.linspace(1.0, 3.0, 50)[:, None]
 #: In SI units, at 1e14 Hz for a row of 1.
 PLANCK = "2*6.62607015e-34*(1e14*x1)^3/299792458^2/(exp(6.62607015e-20*x1/(1.380649e-23*p1)) - 1)"
