@@ -27,11 +27,7 @@ from warpfit.ops import OPERATORS
 from warpfit.sklearn import ParameterOptimizer, SymbolicClassifier, SymbolicRegressor, keywords
 from warpfit.sklearn.constraints import operator_name
 from warpfit.sklearn.equations import Equation, EquationTable
-from warpfit.sklearn.keywords import (
-    OF_OTHER_ESTIMATORS,
-    OF_OTHER_FITS,
-    OF_OTHER_OBJECTS,
-)
+from warpfit.sklearn.keywords import OF_OTHER_ESTIMATORS, OF_OTHER_FITS, OF_OTHER_OBJECTS
 from warpfit_server.config import Config
 
 ROWS = np.arange(12.0).reshape(6, 2)

@@ -23,13 +23,7 @@ import warpfit
 import warpfit.testing
 from support.refusals import refused
 from warpfit.calls.dataset_handle import warn_of_range
-from warpfit.dataset import (
-    Dataset,
-    canonical,
-    client_dataset,
-    open_table,
-    tables,
-)
+from warpfit.dataset import Dataset, canonical, client_dataset, open_table, tables
 from warpfit.request import Result
 
 NAMES = ("a", "größe", "c c", "y", "w")
