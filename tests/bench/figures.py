@@ -9,17 +9,16 @@ with 1.
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial, reduce
+from collections import ChainMap
+from collections.abc import Iterator, Sequence
+from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from tables.capacity import capacity_costs, capacity_terabyte
+from tables import capacity, operators, reference
 from tables.layout import RESULTS, result, select, table
-from tables.operators import operator_bounds, operator_meanings, operator_slopes
 from tables.plots import course_plot, generation_plot
-from tables.reference import keywords, loss_closings, loss_functions, loss_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
@@ -338,7 +337,7 @@ _CALLS = {
 }
 
 
-def gpu_service(*names: str) -> Iterator[str]:
+def gpu_service(names: Sequence[str] = ("gpu_service",)) -> Iterator[str]:
     """Calls of one client through gRPC on each machine, and many clients."""
     documents, rows = [result(name) for name in names], []
     for title, case in _CALLS.items():
@@ -357,6 +356,10 @@ def gpu_service(*names: str) -> Iterator[str]:
         within = [f"answers within {case['p99_ms']:.1f} ms (99th percentile)" for case in cases]
         several = " and ".join(map(", ".join, zip(rates, within, strict=True)))
         yield f"{cases[0]['workers']} workers together: {several}."
+
+
+def gpu_service_h100() -> Iterator[str]:
+    return gpu_service(("gpu_service_h100", "gpu_service_h100_second"))
 
 
 def proposals() -> Iterator[str]:
@@ -471,26 +474,12 @@ def attacks() -> Iterator[str]:
     yield from table(head, rows)
 
 
-FIGURES: dict[str, Callable[[], Iterator[str]]] = {
-    function.__name__: function
-    for function in (
-        *(front_page, cpu_engine, fits, found_equations, three_columns, srbench_2025),
-        *(noisy_tables, laws, service, transport, device, gpu_devices, gpu_streaming),
-        *(gpu_derivatives, proposals, overload, faults, faults_ray, attacks),
-        *(capacity_costs, capacity_terabyte, operator_meanings, operator_bounds, operator_slopes),
-        *(loss_names, loss_functions, loss_closings, keywords),
-    )
-} | {
-    "gpu_service": partial(gpu_service, "gpu_service"),
-    "gpu_service_h100": partial(gpu_service, "gpu_service_h100", "gpu_service_h100_second"),
-}
-
-
 def page(text: str) -> str:
-    """Return the text of a README with its figures as the result files have them."""
+    """Return the text of a README with its figures: what the functions of their names yield."""
+    figures = ChainMap(globals(), *map(vars, (capacity, operators, reference)))
 
     def block(match: re.Match[str]) -> str:
-        return match[1] + "\n".join(FIGURES[match[2]]()) + "\n" + match[3]
+        return match[1] + "\n".join(figures[match[2]]()) + "\n" + match[3]
 
     return _BLOCK.sub(block, text)
 

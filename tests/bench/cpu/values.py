@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from harness import arguments, medians_in_turn, outputs_of, save
-from peers import AGREEMENT, Job, PyoperonPeer, Table, agreement
+from peers import AGREEMENT, Job, Table, agreement, pyoperon_peer
 
 from support.random_programs import THESIS_OPERATORS, thesis_mix
 from warpfit.dataset import Dataset
@@ -54,8 +54,8 @@ def compare(rows: int, threads: int) -> dict[str, Any]:
     batch = Batch.of(programs, parameters)
     engine = CpuEngine(threads)
     engine.load(data)
-    peer = PyoperonPeer(Table(matrix, matrix[:, 0]), threads)
-    jobs = {"pyoperon": peer.prepare(list(map(Program.bind, programs, parameters)))}
+    bound = list(map(Program.bind, programs, parameters))
+    jobs = {"pyoperon": pyoperon_peer(Table(matrix, matrix[:, 0]), threads, bound)}
     for precision in Precision:
         jobs[f"warpfit {precision.value} values"] = engine_job(engine, data, batch, precision)
     first = min(1000, rows)
