@@ -111,8 +111,8 @@ def peer(law: Callable[[Floats], Floats], seconds: float, seed: int) -> dict[str
 
 
 def main() -> None:
-    chosen: dict[str, Any] = {"laws": (), "peer": False, "own": False}
-    given = arguments(__doc__, "", devices="cpu", seconds=20.0, seeds=(0, 1), **chosen)
+    flags = {"devices": "cpu", "seconds": 20.0, "seeds": (0, 1), "laws": ()}
+    given = arguments(__doc__, "", **flags, peer=False, own=False)
     known = OWN if given.own else LAWS
     laws = {name: law for name, law in known.items() if not given.laws or name in given.laws}
     rows = []
