@@ -1,10 +1,9 @@
 """How the server treats too much work: ten times overload, and a greedy tenant beside a modest one.
 
-``run.py guard`` starts servers on loopback and writes guard.json, with ``--engine cuda``
-guard_cuda.json. With ``--seconds 4`` of each phase it takes some 150 s. Load comes from processes
-of their own. Against overload, server and generator have cores of their own, so that the generator
-takes nothing of the server's at the peak and at ten times that, and the same processes call in
-both. With a greedy tenant all share all cores. Ratios compare figures of one run, measured in turn.
+With ``--seconds 4`` of each phase it takes some 150 s. Load comes from processes of their own.
+Against overload, server and generator have cores of their own, so that the generator takes nothing
+of the server's at the peak and at ten times that, and the same processes call in both. With a
+greedy tenant all share all cores. Ratios compare figures of one run, measured in turn.
 """
 
 import itertools

@@ -63,13 +63,14 @@ def pyoperon_peer(table: Table, threads: int, programs: list[Program]) -> Job:
     import pyoperon
 
     array = np.asfortranarray(table.X, dtype=np.float32)
-    dataset, rows = pyoperon.Dataset(array), pyoperon.Range(0, len(array))
+    dataset = pyoperon.Dataset(array)
     hashes = {variable.Name: variable.Hash for variable in dataset.Variables}
     parse, names = pyoperon.InfixParser.Parse, list(hashes)
     trees = [parse(to_operon_infix(program, names), hashes) for program in programs]
     out = np.zeros((len(trees), len(array)), np.float32)
 
     def values(first: int) -> NDArray[Any]:
+        rows = pyoperon.Range(0, len(array))  # which pyoperon's data set does not keep alive
         pyoperon.EvaluateTrees(trees, dataset, rows, out, threads)
         return out[:, :first]
 

@@ -1,12 +1,9 @@
 """Measure whether probabilities mean what they say: false discoveries, and coverage of intervals.
 
-``run.py cpu/calibration`` starts a server and writes calibration.json; the numbers of draws are
-``--targets``, ``--shuffles`` and ``--sets``.
-
-* False discoveries: `warpfit.sklearn.chance` on 200 targets that are noise, with a small search. Of
-  those with p <= 0.05 there should be 5%, within the binomial interval of 95%.
-* Coverage: 1,000 data sets of y = 2 exp(-0.7 x) + noise are simulated, and p1*exp(p2*x) is fitted
-  to all of them in one call. Intervals of Student's t and standard errors, and those of profile
+* False discoveries: `warpfit.sklearn.chance` on ``--targets`` that are noise, with a small search.
+  Of those with p <= 0.05 there should be 5%, within the binomial interval of 95%.
+* Coverage: ``--sets`` of y = 2 exp(-0.7 x) + noise are simulated, and p1*exp(p2*x) is fitted to all
+  of them in one call. Intervals of Student's t and standard errors, and those of profile
   likelihood, of 68% and 95% should hold the true p2 as often.
 """
 

@@ -1,14 +1,11 @@
 """Fits per second of the CPU engine beside pyoperon's Levenberg-Marquardt, in the same run.
 
-    python tests/bench/run.py cpu/fits [--rows 10000] [--iterations 10 50] [--trees 200]
-
 Both fit the same random trees of the thesis mix (10 to 50 tokens over 10 variables, with at least
 one parameter and finite values at the start), from the same starts, on the same float32 data, with
 the same number of iterations and of threads. pyoperon's trees optimise the same numbers: every
 other coefficient of theirs is switched off. Each side uses its own tests of convergence. Final
-losses are those of the float64 reference for the parameters that each returns. pyoperon's binding
-fits under Python's lock, so the ratio to go by is that of one thread. Repetitions are interleaved,
-medians are reported.
+losses are those of the float64 reference. pyoperon's binding fits under Python's lock, so the ratio
+to go by is that of one thread. Repetitions are interleaved, medians are reported.
 """
 
 import itertools

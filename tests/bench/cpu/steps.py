@@ -1,14 +1,13 @@
 """How long an engine's thread does not look at its queue, and memory beyond what was admitted.
 
-``python tests/bench/run.py cpu/steps`` runs a request for each option of Evaluate, Optimize and
-Search, at server's limits or near them, on a CPU engine of this process, and writes steps.json.
-``--only WORDS`` runs the cases whose names have these words, ``--scale 0.1`` a tenth of the rows,
-programs and variables. Others wait all the time, as they do while another tenant
-calls.
+Runs a request for each option of Evaluate, Optimize and Search, at a server's limits or near them,
+on a CPU engine of this process, while others wait as they do while another tenant calls. ``--only
+WORDS`` runs the cases whose names have these words, ``--scale 0.1`` a tenth of the rows, programs
+and variables.
 
 What counts is processor time of the engine's thread, so that other work on the machine does not.
-Beside it stand the processor time of all threads meanwhile, because the engine's thread waits for
-those that help it, and the seconds on the wall. The least of two rounds counts.
+Beside it stand that of all threads meanwhile, because the engine's thread waits for those that help
+it, and the seconds on the wall. The least of two rounds counts.
 """
 
 import gc

@@ -1,7 +1,5 @@
 """Speed of the CPU engine beside pyoperon's `EvaluateTrees`, on the same machine in the same run.
 
-    python tests/bench/run.py cpu/values [--threads 1 2] [--rows 1000 10000 100000]
-
 Both evaluate the random mix (300 random expressions of 10 to 50 tokens over 10 variables, operators
 ``+ - * / ^ abs log exp sqrt``) on float32 data, into a preallocated matrix of values. Repetitions
 are interleaved, medians are reported. Answers are checked against the float64 reference before.

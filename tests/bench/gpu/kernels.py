@@ -1,12 +1,10 @@
 """Kernels of the CUDA engine, device time alone: interpreter, derivatives, compiled code, lowering.
 
-``run.py gpu/kernels [--parts interpreter derivatives compiled lowering]`` writes
-gpu_interpreter.json, gpu_derivatives.json, gpu_compiled.json and gpu_lowering.json. The work is the
-random mix with losses. ``interpret_us`` and ``lower_us`` are medians of CUDA events around replays
-of a CUDA graph with ten launches, ``gradient_us`` of those around all kernels of a batch's losses
-and gradients, ``microseconds`` of those around one launch of a batch's graph (parameters to the
-device, all kernels, sums to the host); ``compile_300_expressions_seconds`` is the time from fresh
-expressions to loaded modules, with nothing cached.
+The work is the random mix with losses. ``interpret_us`` and ``lower_us`` are medians of CUDA events
+around replays of a CUDA graph with ten launches, ``gradient_us`` of those around all kernels of a
+batch's losses and gradients, ``microseconds`` of those around one launch of a batch's graph
+(parameters to the device, all kernels, sums to the host); ``compile_300_expressions_seconds`` is
+the time from fresh expressions to loaded modules, with nothing cached.
 """
 
 import tempfile

@@ -1,12 +1,11 @@
 """The CUDA engine through the wire: latency of one client, throughput of many.
 
-``run.py gpu/service`` starts a server with the CUDA engine on loopback and writes gpu_service.json.
-Calls ask for losses of thesis-mix expressions of 10 to 50 tokens over 10
-variables, float32, fast mode. Fresh batches are drawn from a pool of programs, so that no batch
-comes again within a run. Where EvoGP is installed it evaluates such trees in the program's own
-process, from trees and data that are on the device. NumPy on one core, pyoperon and warpfit's CPU
-engine on all of them evaluate a generation of the same mix, too. ``--devices cpu``, ``--seconds``
-of each run of many workers, and ``--scale`` of the numbers of calls try it without a GPU.
+Calls ask for losses of thesis-mix expressions of 10 to 50 tokens over 10 variables, float32, fast
+mode. Fresh batches are drawn from a pool of programs, so that no batch comes again within a run.
+Where EvoGP is installed it evaluates such trees in the program's own process, from trees and data
+that are on the device. NumPy on one core, pyoperon and warpfit's CPU engine on all of them evaluate
+a generation of the same mix, too. ``--devices cpu``, ``--seconds`` of each run of many workers, and
+``--scale`` of the numbers of calls try it without a GPU.
 """
 
 import os

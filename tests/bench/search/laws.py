@@ -1,11 +1,10 @@
 """Laws of four to seven variables among ten: how many a search finds, and how fast.
 
-``run.py search/laws [--devices cpu] [--seconds 20] [--seeds 0 1] [--laws NAME ...] [--peer]
-[--own]`` writes search_laws_DEVICE.json. Each law has 1,000 rows of ten columns, uniform in [0.3,
-3], and noise of 2% of its spread. A law is found if the best formula of the front has an R2 above
-0.9999 to the noiseless law on 2,000 new rows. The client is real, and sends one call of ``Search``.
-``--peer`` searches with pyoperon in turns, on all cores, with the same operators, length and time.
-``--own`` takes eight further laws, to which nothing was tuned.
+Each law has 1,000 rows of ten columns, uniform in [0.3, 3], and noise of 2% of its spread. A law is
+found if the best formula of the front has an R2 above 0.9999 to the noiseless law on 2,000 new
+rows. The client is real, and sends one call of ``Search``. ``--peer`` searches with pyoperon in
+turns, on all cores, with the same operators, length and time. ``--own`` takes eight further laws,
+to which nothing was tuned.
 """
 
 import os

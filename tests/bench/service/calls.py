@@ -1,12 +1,11 @@
 """Measure the cost of a call around the engine: CPU time of client and decoder, latency, start-up.
 
-``run.py service/calls`` writes three results into ``--folder``. Calls ask for the losses of 300
-programs of the random mix with their parameters, in ``--rounds``.
+Calls ask for the losses of 300 programs of the random mix with their parameters, in ``--rounds``.
 
 * call_cost.json: processor time of the process, gRPC's threads included, because the clock depends
   on who else uses the machine; the answers come from another process on loopback that computes
-  nothing. ``grpc_alone`` is a call of its own by gRPC alone, one message for one: the same bytes,
-  nothing encoded or decoded; ``open_call_alone`` is the same in a call that stays open.
+  nothing. ``grpc_alone`` is a call of its own by gRPC alone: the same bytes, nothing encoded or
+  decoded; ``open_call_alone`` is the same in a call that stays open.
 * service.json: with a real server, what passes beyond the engine's own time, and its start-up.
 * conversion.json: processor time of the client for an expression of DEAP, and for a text. Every
   round has new objects, as every generation of genetic programming has.

@@ -1,10 +1,9 @@
 """Faults, many of each, under load: what the clients saw, and whether it is what they should see.
 
-``run.py service/faults`` starts servers with the CPU engine on loopback, takes about six minutes,
-writes faults.json and ends with status 1 if an expectation is not met; with ``--ray`` it
-starts Ray clusters of three nodes (`ray.cluster_utils`), each with a server of one thread, takes
-about five minutes and writes faults_ray.json. With names of faults it does these alone, and
-puts them beside what the file has of the others.
+Starts servers with the CPU engine on loopback, takes about six minutes, and ends with status 1 if
+an expectation is not met; with ``--ray`` it starts Ray clusters of three nodes
+(`ray.cluster_utils`), each with a server of one thread, and takes about five minutes. With names of
+faults it does these alone, and puts them beside what the file has of the others.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Seconds from nothing to the first formula: the first program of `README.md` in a new process.
 
-``run.py service/first_fit [--rounds 5]`` runs it with an empty compile cache, as on a new machine,
-and again with the cache that this has filled. Imports, the start of a server, compiling, the search
-and the output are part of the time.
+It runs with an empty compile cache, as on a new machine, and again with the cache that this has
+filled. Imports, the start of a server, compiling, the search and the output are part of the time.
 """
 
 import os

@@ -1,11 +1,9 @@
 """Sends a million seeded requests, most of them wrong, and watches the server.
 
-``run.py service/fuzz --requests 1000000`` starts a server on loopback and writes fuzz.json: what
-came back, by status and reason; how often a process of the server ended; how its memory and
-descriptors grew. Some calls of Evaluate stay open for several requests, each of which must bring
-what it brings alone; they are counted once by status, and by themselves, too. It ends with status 1
-if a request got an answer that it must not get, a process ended, memory or descriptors grew, or
-something remains in flight.
+The result says what came back, by status and reason; how often a process of the server ended; how
+its memory and descriptors grew. Some calls of Evaluate stay open for several requests, each of
+which must bring what it brings alone. It ends with status 1 if a request got an answer that it must
+not get, a process ended, memory or descriptors grew, or something remains in flight.
 """
 
 import json

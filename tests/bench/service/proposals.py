@@ -1,10 +1,8 @@
 """Measure skeletons a second through `propose`, as an agent calls it: parse, fit, evidence, terms.
 
-``run.py service/proposals`` starts a server and writes results/proposals.json. The 300 skeletons
-are those of the grammar of client/examples/propose_loop.py over three variables, each searched from
-ones and from eight drawn starts, on float64 data.
-
-``--devices 0 --name proposals_gpu`` measures the first GPU.
+The 300 skeletons are those of the grammar of client/examples/propose_loop.py over three variables,
+each searched from ones and from eight drawn starts, on float64 data; ``--devices 0 --name
+proposals_gpu`` measures the first GPU.
 """
 
 import runpy

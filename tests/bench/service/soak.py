@@ -1,8 +1,7 @@
 """Load for a long time: the server's memory must not grow, and a planted leak must be found.
 
-``run.py service/soak --minutes 30`` writes results/soak.json and ends with status 1 if the
-server grew by 50 MB or more after a warm-up of a quarter of the time, or if the control, a server
-that keeps 32 KiB of each answered call, passed.
+It ends with status 1 if the server grew by 50 MB or more after a warm-up of a quarter of the time,
+or if the control, a server that keeps 32 KiB of each answered call, passed.
 """
 
 from typing import Any

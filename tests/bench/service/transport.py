@@ -1,10 +1,9 @@
 """What moving matrices costs between processes of one machine, and the bounds of that.
 
-``run.py service/transport`` starts a server on loopback and writes transport.json: a
-value matrix of 120 MB (with an engine that computes nothing, then with the CPU engine, which takes
-the same processors) and an upload of 400 MB. Beside them stand the bounds of the machine in the
-same run: copying memory and SHA-256. The best round says what the machine can do, the median what
-other programs on it have left.
+A value matrix of 120 MB (with an engine that computes nothing, then with the CPU engine, which
+takes the same processors) and an upload of 400 MB. Beside them stand the bounds of the machine in
+the same run: copying memory and SHA-256. The best round says what the machine can do, the median
+what other programs on it have left.
 """
 
 import hashlib
