@@ -2,13 +2,11 @@
 
 import hashlib
 import re
-import struct
 import sys
 import threading
 import warnings
 from decimal import Decimal
 from functools import partial
-from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -189,27 +187,6 @@ def test_labels_of_frames_are_texts_or_none_is():
 
 X = np.arange(12.0).reshape(6, 2)
 Y = np.arange(6.0)
-
-
-def content_id_by_hand(dtype, X, y, weights, names):
-    code, letter = {"float32": (1, "f"), "float64": (2, "d")}[dtype]
-    digest = hashlib.sha256(b"warpfit.dataset.v1\n")
-    digest.update(bytes([code, y is not None, weights is not None]))
-    digest.update(struct.pack("<QQI", X.shape[1], X.shape[0], len(names)))
-    for name in names:
-        digest.update(struct.pack("<I", len(name.encode())) + name.encode())
-    for column in [*X.T, *(c for c in (y, weights) if c is not None)]:
-        digest.update(struct.pack(f"<{len(column)}{letter}", *column.tolist()))
-    return digest.digest()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "y", "weights", "names"),
-    [*product(["float32", "float64"], [None, Y], [None, Y * 2], [(), ("a", "größe")])],
-)
-def test_content_ids_follow_the_contract(dtype, y, weights, names):
-    dataset = Dataset.of(X, y, weights, names=names, dtype=dtype)
-    assert dataset.content_id == content_id_by_hand(dtype, X, y, weights, names)
 
 
 @pytest.mark.parametrize(
