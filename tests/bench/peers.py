@@ -88,50 +88,6 @@ def operon_search(symbols: str, seconds: float, seed: int, threads: int, length:
     )  # fmt: skip
 
 
-class OperonFits:
-    """pyoperon's Levenberg-Marquardt on float32 rows; keeps alive what pyoperon does not."""
-
-    def __init__(self, table: Table, iterations: int) -> None:
-        import pyoperon
-
-        self._pyoperon = pyoperon
-        array = np.asfortranarray(np.column_stack(table), dtype=np.float32)
-        dataset = pyoperon.Dataset(array)
-        problem = pyoperon.Problem(dataset)
-        problem.TrainingRange = pyoperon.Range(0, len(array))
-        target = f"X{array.shape[1]}"
-        problem.Target = next(v for v in dataset.Variables if v.Name == target)
-        dispatch = pyoperon.DispatchTable()
-        self._optimizer = pyoperon.LMOptimizer(dispatch, problem, max_iter=iterations)
-        self._names = {v.Name: v.Hash for v in dataset.Variables}
-        self._kept = array, dataset, problem, dispatch
-
-    def tree(self, program: Program, start: NDArray[np.float64]) -> tuple[Any, list[int]]:
-        """Return a tree that starts there, and the parameter that each of its coefficients is.
-
-        Every other coefficient is switched off; a parameter that stands twice is two of them.
-        """
-        operon = self._pyoperon
-        marks = 1000.0 + np.arange(len(start))  # numbers that the tree has nowhere else
-        text = to_operon_infix(program, list(self._names), marks)
-        nodes, order = operon.InfixParser.Parse(text, self._names).Nodes, []
-        for node in nodes:
-            place = round(node.Value - 1000.0)
-            is_own = node.Type == operon.NodeType.Constant and 0 <= place < len(start)
-            node.Optimize = bool(is_own and abs(node.Value - marks[place]) < 1e-3)
-            if node.Optimize:
-                node.Value = float(start[place])
-                order.append(place)
-        tree = operon.Tree(nodes)
-        tree.UpdateNodes()
-        return tree, order
-
-    def fit(self, trees: list[Any]) -> list[NDArray[np.float64]]:
-        search = self._pyoperon.CoefficientOptimizer(self._optimizer)
-        random = self._pyoperon.RandomGenerator(1)
-        return [np.array(search(random, tree)[0].GetCoefficients(), float) for tree in trees]
-
-
 def evogp_peer(table: Table, threads: int, programs: list[Program]) -> Job:
     """EvoGP's CUDA interpreter, mean squared errors on the device.
 
