@@ -275,12 +275,9 @@ def main() -> None:
     with server(options.engine, limits=f"[default]\nrate = {RATE}\n") as (process, tokens):
         fairness = greedy(process.address, tokens, asked, options.seconds)
     content = {
-        "seed": SEED,
-        "engine": options.engine,
-        "calls_a_second_of_each_tenant_beside_another": RATE,
-        "load_average_before": busy,
-        "greedy_tenant": fairness,
-        "ten_times_overload": too_much,
+        **{"seed": SEED, "engine": options.engine},
+        **{"calls_a_second_of_each_tenant_beside_another": RATE, "load_average_before": busy},
+        **{"greedy_tenant": fairness, "ten_times_overload": too_much},
     }
     usual = "guard" if options.engine == "cpu" else f"guard_{options.engine}"
     save(options.name or usual, content, options.folder)

@@ -72,12 +72,8 @@ def one_run(method: dict[str, Any], path: Path, seed: int, seconds: float) -> di
     text = method["model"](est)
     size = sum(1 for _ in sympy.preorder_traversal(sympy.parse_expr(text)))
     return {
-        "data": path.name.removesuffix(".tsv.gz"),
-        "seed": seed,
-        "rows": len(X) + len(left_out),
-        "r2_test": float(r2_score(y_left_out, predicted)),
-        "size": size,
-        "seconds": taken,
+        **{"data": path.name.removesuffix(".tsv.gz"), "seed": seed, "rows": len(X) + len(left_out)},
+        **{"r2_test": float(r2_score(y_left_out, predicted)), "size": size, "seconds": taken},
         "formula": text,
     }
 
@@ -94,9 +90,7 @@ def main() -> None:
         for path, seed in itertools.product(there.values(), range(1, options.seeds + 1)):
             runs.append(one_run(method, path, seed, options.seconds))
     content = {
-        "seconds": options.seconds,
-        "seeds": options.seeds,
-        "threads": 1,
+        **{"seconds": options.seconds, "seeds": options.seeds, "threads": 1},
         "not_there": [name for name in known if name not in there],
         "published": {name: PUBLISHED[name] for name in there if name in PUBLISHED},
         "published_source": "doi 10.1145/3712255.3734309, table 3; arXiv 2505.03977",

@@ -44,9 +44,7 @@ def false_discoveries(client: warpfit.Client, targets: int, shuffles: int) -> di
         with np.errstate(all="ignore"):
             found.append(chance_of(model, training, (), shuffles, seed, client).probability)
     return {
-        "targets": targets,
-        "shuffles": shuffles,
-        "discoveries": sum(p <= LEVEL for p in found),
+        **{"targets": targets, "shuffles": shuffles, "discoveries": sum(p <= LEVEL for p in found)},
         "interval": binomial_interval(targets, LEVEL),
         "mean_probability": round(float(np.mean(found)), 4),
     }

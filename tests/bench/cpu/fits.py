@@ -200,12 +200,10 @@ def main() -> None:
     settings = itertools.product(options.threads, options.iterations)
     cases = [compare(given, threads, iterations) for threads, iterations in settings]
     content = {
-        "workload": f"thesis mix with parameters, seed {MIX}, float32",
-        "rows": options.rows,
+        **{"workload": f"thesis mix with parameters, seed {MIX}, float32", "rows": options.rows},
         "trees": options.trees,
         "mean_tokens": round(float(np.mean([len(p) for p in given.programs])), 1),
         "mean_parameters": round(float(np.mean([len(s) for s in given.starts])), 2),
-        "cases": cases,
-        "cost_of_derivatives": [costs(100_000)],
+        **{"cases": cases, "cost_of_derivatives": [costs(100_000)]},
     }
     save(options.name, content, options.folder)

@@ -120,8 +120,7 @@ def cases(scale: float) -> dict[str, Case]:
     wide, small = Shape(1024, n(100_000)), Shape(1000)
     double, part = million._replace(dtype="float64"), many._replace(weightless=0.5)
     outputs = {
-        "losses": loss,
-        "values": {},
+        **{"losses": loss, "values": {}},
         "gradient": {**loss, "gradient": True},
         "variable gradient": {**loss, "variable_gradient": True},
         "jacobian": {"values": False, "jacobian": True},
@@ -268,10 +267,8 @@ def measured(engine: CpuEngine, datasets: LoadedDatasets, case: Case) -> dict[st
     return {
         "longest_ms": round(1e3 * max(pause.seconds for pause in pauses), 1),
         "all_threads_ms": round(1e3 * max(pause.process for pause in pauses), 1),
-        "wall_ms": round(1e3 * max(pause.wall for pause in pauses), 1),
-        "looks": len(pauses),
-        "waits": sum(pause.waits for pause in pauses),
-        "admitted_MiB": admitted >> 20,
+        **{"wall_ms": round(1e3 * max(pause.wall for pause in pauses), 1), "looks": len(pauses)},
+        **{"waits": sum(pause.waits for pause in pauses), "admitted_MiB": admitted >> 20},
         "beyond_MiB": max(0, beyond >> 20),
     }
 

@@ -67,10 +67,7 @@ def compare(rows: int, threads: int) -> dict[str, Any]:
     rates = {name: tokens * rows / value / 1e9 for name, value in seconds.items()}
     ratios = {name: rate / rates["pyoperon"] for name, rate in rates.items() if name != "pyoperon"}
     return {
-        "rows": rows,
-        "threads": threads,
-        "expressions": len(programs),
-        "tokens": tokens,
+        **{"rows": rows, "threads": threads, "expressions": len(programs), "tokens": tokens},
         "milliseconds": {name: round(value * 1e3, 3) for name, value in seconds.items()},
         "giga_token_rows_per_second": {name: round(rate, 3) for name, rate in rates.items()},
         "times_pyoperon": {name: round(ratio, 2) for name, ratio in ratios.items()},

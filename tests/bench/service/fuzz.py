@@ -114,10 +114,8 @@ def summary(
         open_ends[told] += count if method == OpenCall.NAME else 0
     warm, last = samples[len(samples) // 2], samples[-1]
     return {
-        "requests": samples[-1]["requests"],
-        "by_method": dict(methods),
-        "by_status": dict(statuses.most_common()),
-        "by_reason": dict(reasons.most_common()),
+        **{"requests": samples[-1]["requests"], "by_method": dict(methods)},
+        **{"by_status": dict(statuses.most_common()), "by_reason": dict(reasons.most_common())},
         "open_calls": {
             **{name: opened[name] for name in ("calls", "requests", "answers", "answers_compared")},
             "by_last_move": {name: opened[name] for name in LAST_MOVES},
