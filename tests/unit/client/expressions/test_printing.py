@@ -88,6 +88,13 @@ def test_no_parentheses_are_superfluous(program):
         assert other != program, text
 
 
+def test_names_are_quoted_where_needed():
+    names = ("age", "s 1", "not", "p1", "e")
+    program = parse("x1 + x2 + x3 + x4 + x5 + x6")
+    assert to_text(program, names) == "age + `s 1` + `not` + p1 + e + x6"
+    assert to_text(parse("p1 + 2.718281828459045"), names) == "p01 + 2.718281828459045"
+
+
 def test_latex():
     for text, latex in (
         ("x1 - (x2 - x3)", r"x_{1} - \left(x_{2} - x_{3}\right)"),
