@@ -132,6 +132,15 @@ def test_parameters_that_a_program_does_not_have_are_an_error():
     assert refused(two, Batch.of([X1, P1], [[], [2.0, 3.0]]).check, variables=3).expression == 1
 
 
+def test_operands_do_not_come_from_the_program_before():
+    """Two malformed programs whose tokens would be well-formed together."""
+    codes = np.array([VARIABLE, VARIABLE, SIN, ADD], dtype=np.uint8)
+    two = np.full(2, 2, np.uint32)
+    batch = Batch(codes, np.zeros(4), two, 0 * two, np.empty(0))
+    error = refused("STACK_UNDERFLOW", batch.check, variables=1)
+    assert (error.expression, error.token) == (1, 0)
+
+
 VARIABLES = 3
 SIGNALING_NAN = np.array([0x7FF0000000000001], dtype=np.uint64).view(np.float64)[0]
 ODD = [0.5, -1.0, 2.0**31, 1e300, np.inf, -np.inf, np.nan, float(SIGNALING_NAN), 7.0]
