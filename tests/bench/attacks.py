@@ -1,13 +1,10 @@
 """How long an innocent tenant's small calls take while others attack the server.
 
-``python tests/bench/run.py attacks`` starts servers on loopback, on two cores if there are more,
-and writes attacks.json; ``--only H1`` runs the attacks whose names begin so. Each attack
-comes from a process of its own and lasts some seconds. Just before it the innocent tenant is
-measured alone, so that other work on the machine meets both. Its answers are checked bit by bit.
-Another process asks the server's port and the health port whether the server is ready.
+Starts servers on loopback, on two cores if there are more; ``--only H1`` runs the attacks whose
+names begin so. Each attack comes from a process of its own and lasts some seconds. Just before it
+the innocent tenant is measured alone, so that other work on the machine meets both. Its answers are
+checked bit by bit. Another process asks the server's port and the health port whether it is ready.
 """
-
-from __future__ import annotations
 
 import contextlib
 import itertools
@@ -362,7 +359,3 @@ def main() -> None:
                 print(name, found[name], flush=True)
     load = round(os.getloadavg()[0], 1)
     save(options.name, {"seed": SEED, "load_average": load, "attacks": found}, options.folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -24,7 +24,3 @@ def lines(seed: int = 1) -> list[str]:
 def main() -> None:
     options = arguments(__doc__, FILE.stem, seed=1, out=FILE)
     options.out.write_text("\n".join(lines(options.seed)) + "\n")
-
-
-if __name__ == "__main__":
-    main()

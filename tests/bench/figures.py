@@ -1,38 +1,34 @@
 """Write the tables of the READMEs and the plots from the result files.
 
 ``python tests/bench/figures.py`` rewrites every block between ``<!-- figures: NAME -->`` and
-``<!-- end of figures -->``, the plots ``results/generation.svg`` and
-``results/search_course.svg``, ``client/OPERATORS.md`` and ``client/REFERENCE.md``;
-``--check`` changes nothing, names what is out of date and then exits with 1.
+``<!-- end of figures -->``, and the plots ``results/generation.svg`` and
+``results/search_course.svg``; ``--check`` changes nothing, names what is out of date and then exits
+with 1.
 """
-
-from __future__ import annotations
 
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial, reduce
+from collections import ChainMap
+from collections.abc import Iterator, Sequence
+from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from tables import operators
-from tables.capacity import capacity_costs, capacity_terabyte
+from tables import capacity, operators, reference
 from tables.layout import RESULTS, result, select, table
 from tables.plots import course_plot, generation_plot
-from tables.reference import reference_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     *("README.md", "server/OPERATING.md", "server/SEARCH.md", "server/SECURITY.md"),
     *("tests/bench/README.md", "deploy/README.md", "deploy/capacity.md"),
-    "deploy/site/pages/benchmarking.md",
+    *("deploy/site/pages/benchmarking.md", "client/OPERATORS.md"),
+    # Before 3.12, typed dictionaries do not tell their bases.
+    *(["client/REFERENCE.md"] if sys.version_info >= (3, 12) else []),
 )
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
-
-
-# ------------------------------------------------------------------------------ the front page
 
 
 def linked(name: str, root: str = "") -> str:
@@ -71,9 +67,6 @@ pyoperon: {fits["fits_per_second"]["pyoperon"]:,.0f} a second | {fitted} |
 {solved[0]} of 100 | pyoperon: {solved[1]} of 100 | {equations} |
 | twelve public tables, median R2 of rows left out, 10 s, two cores | {medians[0]} | \
 pyoperon: {medians[1]}; linear regression: {linear:.3f} | {public} |"""
-
-
-# ------------------------------------------------------------------------- the CPU engine, fits
 
 
 def cpu_engine() -> Iterator[str]:
@@ -196,9 +189,6 @@ def noisy_tables() -> Iterator[str]:
     yield from table(head, rows)
 
 
-# ---------------------------------------------------------------------------------- the service
-
-
 def service() -> Iterator[str]:
     cost, document = result("call_cost"), result("service")
     client, server = cost["client_us"], cost["server_us"]
@@ -233,9 +223,6 @@ def transport() -> Iterator[str]:
     ready = (f" | {document['upload']['with_ready_gb_s']:.2f} GB/s" for document in documents)
     rows.append("and transposed and hashed by the client" + "".join(ready))
     yield from table("what | 2 cores | 16 cores", rows)
-
-
-# -------------------------------------------------------------------------------------- the GPU
 
 
 def device() -> Iterator[str]:
@@ -350,7 +337,7 @@ _CALLS = {
 }
 
 
-def gpu_service(*names: str) -> Iterator[str]:
+def gpu_service(names: Sequence[str] = ("gpu_service",)) -> Iterator[str]:
     """Calls of one client through gRPC on each machine, and many clients."""
     documents, rows = [result(name) for name in names], []
     for title, case in _CALLS.items():
@@ -371,6 +358,10 @@ def gpu_service(*names: str) -> Iterator[str]:
         yield f"{cases[0]['workers']} workers together: {several}."
 
 
+def gpu_service_h100() -> Iterator[str]:
+    return gpu_service(("gpu_service_h100", "gpu_service_h100_second"))
+
+
 def proposals() -> Iterator[str]:
     rows = []
     for where, name in (("two cores", "proposals"), ("H100, 16 cores", "proposals_gpu")):
@@ -378,9 +369,6 @@ def proposals() -> Iterator[str]:
         rates = (f" | {case['skeletons_per_second']:,.0f}" for case in cases)
         rows.append(where + "".join(rates))
     yield from table("skeletons a second | 1,000 rows | 100,000 rows", rows)
-
-
-# ------------------------------------------------------------------------ overload, faults, attacks
 
 
 def overload() -> Iterator[str]:
@@ -486,28 +474,12 @@ def attacks() -> Iterator[str]:
     yield from table(head, rows)
 
 
-# -------------------------------------------------------------------------------------- writing
-
-
-FIGURES: dict[str, Callable[[], Iterator[str]]] = {
-    function.__name__: function
-    for function in (
-        *(front_page, cpu_engine, fits, found_equations, three_columns, srbench_2025),
-        *(noisy_tables, laws, service, transport, device, gpu_devices, gpu_streaming),
-        *(gpu_derivatives, proposals, overload, faults, faults_ray, attacks),
-        *(capacity_costs, capacity_terabyte),
-    )
-} | {
-    "gpu_service": partial(gpu_service, "gpu_service"),
-    "gpu_service_h100": partial(gpu_service, "gpu_service_h100", "gpu_service_h100_second"),
-}
-
-
 def page(text: str) -> str:
-    """Return the text of a README with its figures as the result files have them."""
+    """Return the text of a README with its figures: what the functions of their names yield."""
+    figures = ChainMap(globals(), *map(vars, (capacity, operators, reference)))
 
     def block(match: re.Match[str]) -> str:
-        return match[1] + "\n".join(FIGURES[match[2]]()) + "\n" + match[3]
+        return match[1] + "\n".join(figures[match[2]]()) + "\n" + match[3]
 
     return _BLOCK.sub(block, text)
 
@@ -516,9 +488,6 @@ def outputs() -> dict[Path, str]:
     found = {ROOT / name: page((ROOT / name).read_text()) for name in PAGES}
     found[RESULTS / "generation.svg"] = generation_plot()
     found[RESULTS / "search_course.svg"] = course_plot()
-    found[ROOT / "client" / "OPERATORS.md"] = operators.operator_page()
-    if sys.version_info >= (3, 12):  # before, typed dictionaries do not tell their bases
-        found[ROOT / "client" / "REFERENCE.md"] = reference_page()
     return found
 
 

@@ -1,13 +1,10 @@
 """How the server treats too much work: ten times overload, and a greedy tenant beside a modest one.
 
-``run.py guard`` starts servers on loopback and writes guard.json, with ``--engine cuda``
-guard_cuda.json. With ``--seconds 4`` of each phase it takes some 150 s. Load comes from processes
-of their own. Against overload, server and generator have cores of their own, so that the generator
-takes nothing of the server's at the peak and at ten times that, and the same processes call in
-both. With a greedy tenant all share all cores. Ratios compare figures of one run, measured in turn.
+With ``--seconds 4`` of each phase it takes some 150 s. Load comes from processes of their own.
+Against overload, server and generator have cores of their own, so that the generator takes nothing
+of the server's at the peak and at ten times that, and the same processes call in both. With a
+greedy tenant all share all cores. Ratios compare figures of one run, measured in turn.
 """
-
-from __future__ import annotations
 
 import itertools
 import multiprocessing
@@ -278,16 +275,9 @@ def main() -> None:
     with server(options.engine, limits=f"[default]\nrate = {RATE}\n") as (process, tokens):
         fairness = greedy(process.address, tokens, asked, options.seconds)
     content = {
-        "seed": SEED,
-        "engine": options.engine,
-        "calls_a_second_of_each_tenant_beside_another": RATE,
-        "load_average_before": busy,
-        "greedy_tenant": fairness,
-        "ten_times_overload": too_much,
+        **{"seed": SEED, "engine": options.engine},
+        **{"calls_a_second_of_each_tenant_beside_another": RATE, "load_average_before": busy},
+        **{"greedy_tenant": fairness, "ten_times_overload": too_much},
     }
     usual = "guard" if options.engine == "cpu" else f"guard_{options.engine}"
     save(options.name or usual, content, options.folder)
-
-
-if __name__ == "__main__":
-    main()

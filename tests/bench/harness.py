@@ -42,7 +42,7 @@ _PACKAGES: Final = (
 _GPU_FIELDS: Final = ("name", "driver_version", "clocks.max.sm", "memory.total", "compute_cap")
 #: Seed of programs and data, where a program has no flag for it.
 SEED = 20261121
-Clock = Callable[[], float]
+Action, Clock = Callable[[], object], Callable[[], float]
 MODES = {
     "float32 fast": (np.float32, Precision.FAST),
     "float32 precise": (np.float32, Precision.PRECISE),
@@ -86,7 +86,7 @@ def connected(
 
 
 def seconds_of(
-    action: Callable[[], object], rounds: int, *, warm_up: int = 0, clock: Clock = perf_counter
+    action: Action, rounds: int, *, warm_up: int = 0, clock: Clock = perf_counter
 ) -> list[float]:
     """Return the time of each round, without those that warm up."""
     times = []
@@ -98,10 +98,7 @@ def seconds_of(
 
 
 def medians_in_turn(
-    cases: Mapping[str, Callable[[], object]],
-    rounds: int = 5,
-    seconds: float = 0.0,
-    clock: Clock = perf_counter,
+    cases: Mapping[str, Action], rounds: int = 5, seconds: float = 0.0, clock: Clock = perf_counter
 ) -> dict[str, float]:
     """Return the median time of each case, repetitions interleaved.
 

@@ -1,12 +1,10 @@
 """Other libraries that evaluate expressions, each on the same batches as warpfit.
 
-A peer is made of the data and the number of threads. ``prepare`` turns programs without parameters
-into whatever the library evaluates; its job is one evaluation of all programs on all rows.
+A peer takes the data, the number of threads and programs without parameters, which it turns into
+whatever the library evaluates; its job is one evaluation of all programs on all rows.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,54 +37,44 @@ class Job(NamedTuple):
     values: Callable[[int], NDArray[Any]]
 
 
-class NumpyPeer:
+def numpy_peer(table: Table, threads: int, programs: list[Program]) -> Job:
     """NumPy in float32: the definitions of the operators, one array operation each."""
+    columns = np.ascontiguousarray(table.X.T)
 
-    def __init__(self, table: Table, threads: int) -> None:
-        self._columns, self._target = np.ascontiguousarray(table.X.T), table.y
-
-    def prepare(self, programs: list[Program]) -> Job:
-        @np.errstate(all="ignore")
-        def run() -> list[Any]:
-            found = (self._value(self._columns, program) for program in programs)
-            return [np.mean(np.square(value - self._target)) for value in found]
-
-        @np.errstate(all="ignore")
-        def values(rows: int) -> NDArray[Any]:
-            found = (self._value(self._columns[:, :rows], program) for program in programs)
-            return np.stack([np.broadcast_to(value, (rows,)) for value in found])
-
-        return Job(run, values)
-
-    def _value(self, columns: NDArray[Any], program: Program) -> Any:
+    def each(rows: int) -> Iterator[Any]:
         def leaf(code: int, value: float) -> Any:
-            return columns[int(value)] if code == VARIABLE else np.float32(value)
+            return columns[int(value), :rows] if code == VARIABLE else np.float32(value)
 
-        return program.fold(leaf, lambda op, operands: op.numpy(*operands))
+        return (p.fold(leaf, lambda op, operands: op.numpy(*operands)) for p in programs)
+
+    @np.errstate(all="ignore")
+    def run() -> list[Any]:
+        return [np.mean(np.square(value - table.y)) for value in each(len(table.y))]
+
+    @np.errstate(all="ignore")
+    def values(rows: int) -> NDArray[Any]:
+        return np.stack([np.broadcast_to(value, (rows,)) for value in each(rows)])
+
+    return Job(run, values)
 
 
-class PyoperonPeer:
+def pyoperon_peer(table: Table, threads: int, programs: list[Program]) -> Job:
     """pyoperon's ``EvaluateTrees`` in float32 on all threads."""
+    import pyoperon
 
-    def __init__(self, table: Table, threads: int) -> None:
-        import pyoperon
+    array = np.asfortranarray(table.X, dtype=np.float32)
+    dataset = pyoperon.Dataset(array)
+    hashes = {variable.Name: variable.Hash for variable in dataset.Variables}
+    parse, names = pyoperon.InfixParser.Parse, list(hashes)
+    trees = [parse(to_operon_infix(program, names), hashes) for program in programs]
+    out = np.zeros((len(trees), len(array)), np.float32)
 
-        self._pyoperon, self._threads = pyoperon, threads
-        self._array = np.asfortranarray(table.X, dtype=np.float32)
-        self._dataset = pyoperon.Dataset(self._array)
-        self._hashes = {v.Name: v.Hash for v in self._dataset.Variables}
+    def values(first: int) -> NDArray[Any]:
+        rows = pyoperon.Range(0, len(array))  # which pyoperon's data set does not keep alive
+        pyoperon.EvaluateTrees(trees, dataset, rows, out, threads)
+        return out[:, :first]
 
-    def prepare(self, programs: list[Program]) -> Job:
-        parse, names = self._pyoperon.InfixParser.Parse, list(self._hashes)
-        trees = [parse(to_operon_infix(p, names), self._hashes) for p in programs]
-        rows = self._pyoperon.Range(0, len(self._array))
-        out = np.zeros((len(trees), len(self._array)), np.float32)
-
-        def values(first: int) -> NDArray[Any]:
-            self._pyoperon.EvaluateTrees(trees, self._dataset, rows, out, self._threads)
-            return out[:, :first]
-
-        return Job(lambda: values(0), values)
+    return Job(lambda: values(0), values)
 
 
 def operon_search(symbols: str, seconds: float, seed: int, threads: int, length: int = 40) -> Any:
@@ -100,51 +88,7 @@ def operon_search(symbols: str, seconds: float, seed: int, threads: int, length:
     )  # fmt: skip
 
 
-class OperonFits:
-    """pyoperon's Levenberg-Marquardt on float32 rows; keeps alive what pyoperon does not."""
-
-    def __init__(self, table: Table, iterations: int) -> None:
-        import pyoperon
-
-        self._pyoperon = pyoperon
-        array = np.asfortranarray(np.column_stack(table), dtype=np.float32)
-        dataset = pyoperon.Dataset(array)
-        problem = pyoperon.Problem(dataset)
-        problem.TrainingRange = pyoperon.Range(0, len(array))
-        target = f"X{array.shape[1]}"
-        problem.Target = next(v for v in dataset.Variables if v.Name == target)
-        dispatch = pyoperon.DispatchTable()
-        self._optimizer = pyoperon.LMOptimizer(dispatch, problem, max_iter=iterations)
-        self._names = {v.Name: v.Hash for v in dataset.Variables}
-        self._kept = array, dataset, problem, dispatch
-
-    def tree(self, program: Program, start: NDArray[np.float64]) -> tuple[Any, list[int]]:
-        """Return a tree that starts there, and the parameter that each of its coefficients is.
-
-        Every other coefficient is switched off; a parameter that stands twice is two of them.
-        """
-        operon = self._pyoperon
-        marks = 1000.0 + np.arange(len(start))  # numbers that the tree has nowhere else
-        text = to_operon_infix(program, list(self._names), marks)
-        nodes, order = operon.InfixParser.Parse(text, self._names).Nodes, []
-        for node in nodes:
-            place = round(node.Value - 1000.0)
-            is_own = node.Type == operon.NodeType.Constant and 0 <= place < len(start)
-            node.Optimize = bool(is_own and abs(node.Value - marks[place]) < 1e-3)
-            if node.Optimize:
-                node.Value = float(start[place])
-                order.append(place)
-        tree = operon.Tree(nodes)
-        tree.UpdateNodes()
-        return tree, order
-
-    def fit(self, trees: list[Any]) -> list[NDArray[np.float64]]:
-        search = self._pyoperon.CoefficientOptimizer(self._optimizer)
-        random = self._pyoperon.RandomGenerator(1)
-        return [np.array(search(random, tree)[0].GetCoefficients(), float) for tree in trees]
-
-
-class EvogpPeer:
+def evogp_peer(table: Table, threads: int, programs: list[Program]) -> Job:
     """EvoGP's CUDA interpreter, mean squared errors on the device.
 
     Run with EvoGP (https://github.com/EMI-Group/evogp) at 6706e47. A forest is three tensors in
@@ -153,28 +97,22 @@ class EvogpPeer:
     power and root, so that values disagree and nothing is timed. Codes of operators differ between
     versions and are asked of the installed one.
     """
+    import torch
+    from evogp.tree import Forest
 
-    def __init__(self, table: Table, threads: int) -> None:
-        import torch
+    arrays = np.ascontiguousarray(table.X), table.y[:, None].copy()
+    x, y = (torch.from_numpy(array).cuda() for array in arrays)
+    nodes = np.zeros((3, len(programs), max(map(len, programs))))
+    for row, program in enumerate(programs):
+        nodes[:, row, : len(program)] = np.transpose(evogp_nodes(program))
+    kinds = zip(nodes, (np.float32, np.int16, np.int16), strict=True)
+    tensors = [torch.from_numpy(array.astype(kind)).cuda() for array, kind in kinds]
+    forest = Forest(x.shape[1], 1, *tensors)
 
-        arrays = np.ascontiguousarray(table.X), table.y[:, None].copy()
-        self._torch, (self._x, self._y) = torch, (torch.from_numpy(a).cuda() for a in arrays)
+    def values(first: int) -> Any:
+        return forest.batch_forward(x[:first])[:, :, 0].cpu().numpy()
 
-    def prepare(self, programs: list[Program]) -> Job:
-        from evogp.tree import Forest
-
-        table = np.zeros((3, len(programs), max(map(len, programs))))
-        for row, program in enumerate(programs):
-            table[:, row, : len(program)] = np.transpose(evogp_nodes(program))
-        kinds = zip(table, (np.float32, np.int16, np.int16), strict=True)
-        tensors = [self._torch.from_numpy(array.astype(kind)).cuda() for array, kind in kinds]
-        forest = Forest(self._x.shape[1], 1, *tensors)
-
-        def values(first: int) -> NDArray[Any]:
-            found: NDArray[Any] = forest.batch_forward(self._x[:first])[:, :, 0].cpu().numpy()
-            return found
-
-        return Job(lambda: forest.SR_fitness(self._x, self._y).cpu(), values)
+    return Job(lambda: forest.SR_fitness(x, y).cpu(), values)
 
 
 def evogp_nodes(program: Program) -> list[tuple[float, int, int]]:

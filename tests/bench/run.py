@@ -4,7 +4,7 @@ A name is that of a program here, with its folder, such as ``gpu/kernels``.
 """
 
 import ast
-import runpy
+import importlib
 import sys
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def main() -> None:
         sys.exit(f"there is no benchmark {name!r}" if name else 0)
     sys.path[:0] = [str(HERE), str(HERE.parent)]
     del sys.argv[0]
-    runpy.run_path(str(known[name]), run_name="__main__")
+    sys.exit(importlib.import_module(name.replace("/", ".")).main())
 
 
 if __name__ == "__main__":

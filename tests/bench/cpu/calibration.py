@@ -1,16 +1,11 @@
 """Measure whether probabilities mean what they say: false discoveries, and coverage of intervals.
 
-``run.py cpu/calibration`` starts a server and writes calibration.json; the numbers of draws are
-``--targets``, ``--shuffles`` and ``--sets``.
-
-* False discoveries: `warpfit.sklearn.chance` on 200 targets that are noise, with a small search. Of
-  those with p <= 0.05 there should be 5%, within the binomial interval of 95%.
-* Coverage: 1,000 data sets of y = 2 exp(-0.7 x) + noise are simulated, and p1*exp(p2*x) is fitted
-  to all of them in one call. Intervals of Student's t and standard errors, and those of profile
+* False discoveries: `warpfit.sklearn.chance` on ``--targets`` that are noise, with a small search.
+  Of those with p <= 0.05 there should be 5%, within the binomial interval of 95%.
+* Coverage: ``--sets`` of y = 2 exp(-0.7 x) + noise are simulated, and p1*exp(p2*x) is fitted to all
+  of them in one call. Intervals of Student's t and standard errors, and those of profile
   likelihood, of 68% and 95% should hold the true p2 as often.
 """
-
-from __future__ import annotations
 
 import math
 from typing import Any
@@ -49,9 +44,7 @@ def false_discoveries(client: warpfit.Client, targets: int, shuffles: int) -> di
         with np.errstate(all="ignore"):
             found.append(chance_of(model, training, (), shuffles, seed, client).probability)
     return {
-        "targets": targets,
-        "shuffles": shuffles,
-        "discoveries": sum(p <= LEVEL for p in found),
+        **{"targets": targets, "shuffles": shuffles, "discoveries": sum(p <= LEVEL for p in found)},
         "interval": binomial_interval(targets, LEVEL),
         "mean_probability": round(float(np.mean(found)), 4),
     }
@@ -90,7 +83,3 @@ def main() -> None:
         wrong = false_discoveries(client, options.targets, options.shuffles)
         found["false_discoveries"] = wrong
     save(options.name, found, options.folder)
-
-
-if __name__ == "__main__":
-    main()

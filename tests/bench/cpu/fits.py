@@ -1,14 +1,11 @@
 """Fits per second of the CPU engine beside pyoperon's Levenberg-Marquardt, in the same run.
 
-    python tests/bench/run.py cpu/fits [--rows 10000] [--iterations 10 50] [--trees 200]
-
 Both fit the same random trees of the thesis mix (10 to 50 tokens over 10 variables, with at least
 one parameter and finite values at the start), from the same starts, on the same float32 data, with
 the same number of iterations and of threads. pyoperon's trees optimise the same numbers: every
 other coefficient of theirs is switched off. Each side uses its own tests of convergence. Final
-losses are those of the float64 reference for the parameters that each returns. pyoperon's binding
-fits under Python's lock, so the ratio to go by is that of one thread. Repetitions are interleaved,
-medians are reported.
+losses are those of the float64 reference. pyoperon's binding fits under Python's lock, so the ratio
+to go by is that of one thread. Repetitions are interleaved, medians are reported.
 """
 
 import itertools
@@ -18,14 +15,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyoperon
 from harness import arguments, medians_in_turn, outputs_of, save
 from numpy.typing import NDArray
-from peers import OperonFits, Table
+from peers import Table
 
 from support.engines.references import reference_loss
 from support.random_programs import random_program, thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
+from warpfit.frontends.operon import to_operon_infix
 from warpfit.ir import Batch, Program
 from warpfit.losses import SQUARES
 from warpfit.request import Evaluation, FitRequest, FitSettings, Loss, Method, Precision
@@ -74,21 +73,54 @@ def problem(rows: int, trees: int) -> Problem:
 
 
 class Peer:
-    """pyoperon's Levenberg-Marquardt on a problem."""
+    """pyoperon's Levenberg-Marquardt on a problem; keeps alive what pyoperon does not."""
 
     def __init__(self, given: Problem, iterations: int) -> None:
-        self._fits = OperonFits(given.table, iterations)
-        made = map(self._fits.tree, given.programs, given.starts)
+        array = np.asfortranarray(np.column_stack(given.table), dtype=np.float32)
+        dataset = pyoperon.Dataset(array)
+        problem = pyoperon.Problem(dataset)
+        problem.TrainingRange = pyoperon.Range(0, len(array))
+        target = f"X{array.shape[1]}"
+        problem.Target = next(v for v in dataset.Variables if v.Name == target)
+        dispatch = pyoperon.DispatchTable()
+        self._optimizer = pyoperon.LMOptimizer(dispatch, problem, max_iter=iterations)
+        self._names = {v.Name: v.Hash for v in dataset.Variables}
+        self._kept = array, dataset, problem, dispatch
+        made = map(self._tree, given.programs, given.starts)
         self._trees, self._orders = zip(*made, strict=True)
         if any(sorted(order) != [*range(len(order))] for order in self._orders):
             raise SystemExit("a tree of pyoperon has other parameters")
 
+    def _tree(self, program: Program, start: Floats) -> tuple[Any, list[int]]:
+        """Return a tree that starts there, and the parameter that each of its coefficients is.
+
+        Every other coefficient is switched off; a parameter that stands twice is two of them.
+        """
+        marks = 1000.0 + np.arange(len(start))  # numbers that the tree has nowhere else
+        text = to_operon_infix(program, list(self._names), marks)
+        nodes, order = pyoperon.InfixParser.Parse(text, self._names).Nodes, []
+        for node in nodes:
+            place = round(node.Value - 1000.0)
+            is_own = node.Type == pyoperon.NodeType.Constant and 0 <= place < len(start)
+            node.Optimize = bool(is_own and abs(node.Value - marks[place]) < 1e-3)
+            if node.Optimize:
+                node.Value = float(start[place])
+                order.append(place)
+        return pyoperon.Tree(nodes).UpdateNodes(), order
+
     def fit(self, threads: int) -> list[Floats]:
+        """Fit all trees, parts of them in threads."""
+
+        def fitted(trees: list[Any]) -> list[Floats]:
+            search = pyoperon.CoefficientOptimizer(self._optimizer)
+            random = pyoperon.RandomGenerator(1)
+            return [np.array(search(random, tree)[0].GetCoefficients(), float) for tree in trees]
+
         share = -(-len(self._trees) // (8 * threads)) if threads > 1 else len(self._trees)
         parts = [self._trees[i : i + share] for i in range(0, len(self._trees), share)]
         with ThreadPoolExecutor(threads) as pool:
-            fitted = [found for part in pool.map(self._fits.fit, parts) for found in part]
-        return [each[np.argsort(order)] for each, order in zip(fitted, self._orders, strict=True)]
+            found = itertools.chain(*pool.map(fitted, parts))
+        return [each[np.argsort(order)] for each, order in zip(found, self._orders, strict=True)]
 
 
 def compare(given: Problem, threads: int, iterations: int) -> dict[str, Any]:
@@ -168,16 +200,10 @@ def main() -> None:
     settings = itertools.product(options.threads, options.iterations)
     cases = [compare(given, threads, iterations) for threads, iterations in settings]
     content = {
-        "workload": f"thesis mix with parameters, seed {MIX}, float32",
-        "rows": options.rows,
+        **{"workload": f"thesis mix with parameters, seed {MIX}, float32", "rows": options.rows},
         "trees": options.trees,
         "mean_tokens": round(float(np.mean([len(p) for p in given.programs])), 1),
         "mean_parameters": round(float(np.mean([len(s) for s in given.starts])), 2),
-        "cases": cases,
-        "cost_of_derivatives": [costs(100_000)],
+        **{"cases": cases, "cost_of_derivatives": [costs(100_000)]},
     }
     save(options.name, content, options.folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,14 @@
 """How long an engine's thread does not look at its queue, and memory beyond what was admitted.
 
-``python tests/bench/run.py cpu/steps`` runs a request for each option of Evaluate, Optimize and
-Search, at server's limits or near them, on a CPU engine of this process, and writes steps.json.
-``--only WORDS`` runs the cases whose names have these words, ``--scale 0.1`` a tenth of the rows,
-programs and variables. Others wait all the time, as they do while another tenant
-calls.
+Runs a request for each option of Evaluate, Optimize and Search, at a server's limits or near them,
+on a CPU engine of this process, while others wait as they do while another tenant calls. ``--only
+WORDS`` runs the cases whose names have these words, ``--scale 0.1`` a tenth of the rows, programs
+and variables.
 
 What counts is processor time of the engine's thread, so that other work on the machine does not.
-Beside it stand the processor time of all threads meanwhile, because the engine's thread waits for
-those that help it, and the seconds on the wall. The least of two rounds counts.
+Beside it stand that of all threads meanwhile, because the engine's thread waits for those that help
+it, and the seconds on the wall. The least of two rounds counts.
 """
-
-from __future__ import annotations
 
 import gc
 import os
@@ -123,8 +120,7 @@ def cases(scale: float) -> dict[str, Case]:
     wide, small = Shape(1024, n(100_000)), Shape(1000)
     double, part = million._replace(dtype="float64"), many._replace(weightless=0.5)
     outputs = {
-        "losses": loss,
-        "values": {},
+        **{"losses": loss, "values": {}},
         "gradient": {**loss, "gradient": True},
         "variable gradient": {**loss, "variable_gradient": True},
         "jacobian": {"values": False, "jacobian": True},
@@ -186,15 +182,11 @@ def cases(scale: float) -> dict[str, Case]:
     add("fit: 9,000 restarts", small, repeated(curve, 10), loss, drawn)
     add("fit: restarts of 20,000 programs", small, mixed(n(20_000)), loss, ten)
     add("fit: 100,000 variables, restarts", wide, repeated(line, 1), loss, ten)
-    return found
+    return found | search_cases(n)
 
 
-def search_cases(scale: float) -> dict[str, Case]:
-    """Return searches by name, as `cases` returns other requests."""
-
-    def n(count: int) -> int:
-        return max(1, int(count * scale))
-
+def search_cases(n: Callable[[int], int]) -> dict[str, Case]:
+    """Return searches by name, as `cases` returns other requests; ``n`` makes numbers smaller."""
     small, wide = Shape(2000), Shape(1024, n(100_000))
     many, usual = Shape(n(30_000_000), 1), {"max_generations": 60}
     short, few = {"rules": Rules(max_size=7)}, {"max_generations": 3}
@@ -275,10 +267,8 @@ def measured(engine: CpuEngine, datasets: LoadedDatasets, case: Case) -> dict[st
     return {
         "longest_ms": round(1e3 * max(pause.seconds for pause in pauses), 1),
         "all_threads_ms": round(1e3 * max(pause.process for pause in pauses), 1),
-        "wall_ms": round(1e3 * max(pause.wall for pause in pauses), 1),
-        "looks": len(pauses),
-        "waits": sum(pause.waits for pause in pauses),
-        "admitted_MiB": admitted >> 20,
+        **{"wall_ms": round(1e3 * max(pause.wall for pause in pauses), 1), "looks": len(pauses)},
+        **{"waits": sum(pause.waits for pause in pauses), "admitted_MiB": admitted >> 20},
         "beyond_MiB": max(0, beyond >> 20),
     }
 
@@ -290,7 +280,7 @@ def main() -> None:
         kernels.result()
     datasets = LoadedDatasets(engine)
     found: dict[str, dict[str, float]] = {}
-    for name, case in (cases(options.scale) | search_cases(options.scale)).items():
+    for name, case in cases(options.scale).items():
         if options.only not in name:
             continue
         for _ in range(ROUNDS):
@@ -312,7 +302,3 @@ def main() -> None:
         "most_beyond_MiB": max((each["beyond_MiB"] for each in found.values()), default=0),
     }
     save(options.name, content, options.folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,16 @@
 """Speed of the CPU engine beside pyoperon's `EvaluateTrees`, on the same machine in the same run.
 
-    python tests/bench/run.py cpu/values [--threads 1 2] [--rows 1000 10000 100000]
-
 Both evaluate the random mix (300 random expressions of 10 to 50 tokens over 10 variables, operators
 ``+ - * / ^ abs log exp sqrt``) on float32 data, into a preallocated matrix of values. Repetitions
 are interleaved, medians are reported. Answers are checked against the float64 reference before.
 """
-
-from __future__ import annotations
 
 import itertools
 from typing import Any
 
 import numpy as np
 from harness import arguments, medians_in_turn, outputs_of, save
-from peers import AGREEMENT, Job, PyoperonPeer, Table, agreement
+from peers import AGREEMENT, Job, Table, agreement, pyoperon_peer
 
 from support.random_programs import THESIS_OPERATORS, thesis_mix
 from warpfit.dataset import Dataset
@@ -56,8 +52,8 @@ def compare(rows: int, threads: int) -> dict[str, Any]:
     batch = Batch.of(programs, parameters)
     engine = CpuEngine(threads)
     engine.load(data)
-    peer = PyoperonPeer(Table(matrix, matrix[:, 0]), threads)
-    jobs = {"pyoperon": peer.prepare(list(map(Program.bind, programs, parameters)))}
+    bound = list(map(Program.bind, programs, parameters))
+    jobs = {"pyoperon": pyoperon_peer(Table(matrix, matrix[:, 0]), threads, bound)}
     for precision in Precision:
         jobs[f"warpfit {precision.value} values"] = engine_job(engine, data, batch, precision)
     first = min(1000, rows)
@@ -71,10 +67,7 @@ def compare(rows: int, threads: int) -> dict[str, Any]:
     rates = {name: tokens * rows / value / 1e9 for name, value in seconds.items()}
     ratios = {name: rate / rates["pyoperon"] for name, rate in rates.items() if name != "pyoperon"}
     return {
-        "rows": rows,
-        "threads": threads,
-        "expressions": len(programs),
-        "tokens": tokens,
+        **{"rows": rows, "threads": threads, "expressions": len(programs), "tokens": tokens},
         "milliseconds": {name: round(value * 1e3, 3) for name, value in seconds.items()},
         "giga_token_rows_per_second": {name: round(rate, 3) for name, rate in rates.items()},
         "times_pyoperon": {name: round(ratio, 2) for name, ratio in ratios.items()},
@@ -92,7 +85,3 @@ def main() -> None:
         "cases": cases,
     }
     save(options.name, content, options.folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,9 @@
 """Several engines behind one server against one: throughput, split calls, loss of an engine.
 
-``run.py gpu/devices --devices 0 0,1`` starts a server for each setting, measures them in
-turns, so that other load on the machine meets all alike, and writes devices.json. The first
-setting is what the others are compared with. ``--parts`` names some of what is measured,
-``--programs`` those of a call of many workers. On a machine without a GPU:
-``--devices cpu cpu:2 --threads 1 --workers 2 4 --scale 0.05``.
+``--devices 0 0,1`` starts a server for each setting, and measures them in turns, so that other load
+on the machine meets all alike. The first one is what the others are compared with. ``--parts``
+names some of what is measured, ``--programs`` those of a call of many workers. On a machine without
+a GPU: ``--devices cpu cpu:2 --threads 1 --workers 2 4 --scale 0.05``.
 
 * ``sustained``: token-rows a second of many workers, which are processes on the server's own cores
   with clients of their own; batches never come again;
@@ -17,8 +16,6 @@ setting is what the others are compared with. ``--parts`` names some of what is 
 send messages that were encoded beforehand, and ``--worker-cores 10`` gives workers the last ten
 cores and the servers the others: what the server can do where workers are on other hosts.
 """
-
-from __future__ import annotations
 
 import itertools
 import os
@@ -275,7 +272,3 @@ def main() -> None:
             save(options.name, content, options.folder, show=False)
     content["seconds"] = round(time.perf_counter() - begun, 1)
     save(options.name, content, options.folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,11 @@
 """Kernels of the CUDA engine, device time alone: interpreter, derivatives, compiled code, lowering.
 
-``run.py gpu/kernels [--parts interpreter derivatives compiled lowering]`` writes
-gpu_interpreter.json, gpu_derivatives.json, gpu_compiled.json and gpu_lowering.json. The work is the
-random mix with losses. ``interpret_us`` and ``lower_us`` are medians of CUDA events around replays
-of a CUDA graph with ten launches, ``gradient_us`` of those around all kernels of a batch's losses
-and gradients, ``microseconds`` of those around one launch of a batch's graph (parameters to the
-device, all kernels, sums to the host); ``compile_300_expressions_seconds`` is the time from fresh
-expressions to loaded modules, with nothing cached.
+The work is the random mix with losses. ``interpret_us`` and ``lower_us`` are medians of CUDA events
+around replays of a CUDA graph with ten launches, ``gradient_us`` of those around all kernels of a
+batch's losses and gradients, ``microseconds`` of those around one launch of a batch's graph
+(parameters to the device, all kernels, sums to the host); ``compile_300_expressions_seconds`` is
+the time from fresh expressions to loaded modules, with nothing cached.
 """
-
-from __future__ import annotations
 
 import tempfile
 import time
@@ -179,7 +175,3 @@ def main() -> None:
             found = PARTS[part](device, options.repeats)
         content = {"device": {"name": device.name, "driver": device.driver}, **found}
         save(f"gpu_{part}", content, options.folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,12 @@
 """The CUDA engine through the wire: latency of one client, throughput of many.
 
-``run.py gpu/service`` starts a server with the CUDA engine on loopback and writes gpu_service.json.
-Calls ask for losses of thesis-mix expressions of 10 to 50 tokens over 10
-variables, float32, fast mode. Fresh batches are drawn from a pool of programs, so that no batch
-comes again within a run. Where EvoGP is installed it evaluates such trees in the program's own
-process, from trees and data that are on the device. NumPy on one core, pyoperon and warpfit's CPU
-engine on all of them evaluate a generation of the same mix, too. ``--devices cpu``, ``--seconds``
-of each run of many workers, and ``--scale`` of the numbers of calls try it without a GPU.
+Calls ask for losses of thesis-mix expressions of 10 to 50 tokens over 10 variables, float32, fast
+mode. Fresh batches are drawn from a pool of programs, so that no batch comes again within a run.
+Where EvoGP is installed it evaluates such trees in the program's own process, from trees and data
+that are on the device. NumPy on one core, pyoperon and warpfit's CPU engine on all of them evaluate
+a generation of the same mix, too. ``--devices cpu``, ``--seconds`` of each run of many workers, and
+``--scale`` of the numbers of calls try it without a GPU.
 """
-
-from __future__ import annotations
 
 import os
 import statistics
@@ -21,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from harness import SEED, arguments, connected, percentiles, save, seconds_of, start_up_seconds
-from peers import EvogpPeer, NumpyPeer, PyoperonPeer, Table, agreement
+from peers import Table, agreement, evogp_peer, numpy_peer, pyoperon_peer
 
 import warpfit
 from support.load.worker_processes import Pool, Workers, table, throughput
@@ -111,10 +108,10 @@ def evogp(calls: int) -> dict[str, Any]:
     for count, rows in EVOGP:
         given = Table(*table(rows))
         programs = list(map(Program.bind, *pool.draw_lists(count)))
-        tokens, peer, few = sum(map(len, programs)), EvogpPeer(given, 1), programs[:PROGRAMS]
+        tokens, few = sum(map(len, programs)), programs[:PROGRAMS]
         expected = reference.evaluate_programs(few, given.X[:1_000].T)
-        values = peer.prepare(few).values(1_000)
-        walls = seconds_of(peer.prepare(programs).run, calls, warm_up=2)
+        values = evogp_peer(given, 1, few).values(1_000)
+        walls = seconds_of(evogp_peer(given, 1, programs).run, calls, warm_up=2)
         content[f"{count} x {rows}"] = {
             "values_within_1_percent": agreement(values, expected),
             "token_rows_per_second": tokens * rows / statistics.median(walls),
@@ -130,8 +127,8 @@ def cpu_peers(rounds: int) -> dict[str, Any]:
     bound = list(map(Program.bind, programs, parameters))
     expected = reference.evaluate_programs(bound, given.X[:1_000].T)
     content: dict[str, Any] = {"cores": os.cpu_count()}
-    for name, peer in (("NumPy, one core", NumpyPeer), ("pyoperon, all cores", PyoperonPeer)):
-        job = peer(given, os.cpu_count() or 1).prepare(bound)
+    for name, peer in (("NumPy, one core", numpy_peer), ("pyoperon, all cores", pyoperon_peer)):
+        job = peer(given, os.cpu_count() or 1, bound)
         walls = seconds_of(job.run, rounds, warm_up=1)
         share = agreement(job.values(1_000), expected)
         content[name] = {"values_within_1_percent": share, **percentiles(walls)}
@@ -159,7 +156,3 @@ def main() -> None:
     content["CPU"] = cpu_peers(max(2, int(10 * options.scale)))
     content["start_up_seconds"] = start_up_seconds(options.devices)
     save(options.name, content, options.folder)
-
-
-if __name__ == "__main__":
-    main()

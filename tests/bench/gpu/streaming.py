@@ -1,9 +1,7 @@
 """Benchmark of streamed data sets: the rate against those of the bus and of the kernels.
 
-``run.py gpu/streaming [--gigabytes N] [--programs N ...] [--kinds interpreted compiled gradients]``
-writes gpu_streaming.json. A data set of 10 variables and a target, float32, is streamed by an
-engine that may use 8 GiB of the device. For each kind of evaluation and each number of programs of
-the random mix, fast mode:
+A data set of 10 variables and a target, float32, is streamed by an engine that may use 8 GiB of the
+device. For each kind of evaluation and each number of programs of the random mix, fast mode:
 
 * ``seconds``: one evaluation of the losses, the least of some.
 * ``copy_seconds``: the copies of all windows alone, without kernels.
@@ -11,8 +9,6 @@ the random mix, fast mode:
   least of some, times the windows; ``streamed_kernel_seconds``: while rows are copied.
 * ``of_bound``: the longer of copies and kernels alone over ``seconds``; 1 if nothing is lost.
 """
-
-from __future__ import annotations
 
 import time
 from itertools import product
@@ -106,7 +102,3 @@ def measure(
         "kernel_seconds": kernels * windows,
         "streamed_kernel_seconds": streamed,
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,11 @@
 """Laws of four to seven variables among ten: how many a search finds, and how fast.
 
-``run.py search/laws [--devices cpu] [--seconds 20] [--seeds 0 1] [--laws NAME ...] [--peer]
-[--own]`` writes search_laws_DEVICE.json. Each law has 1,000 rows of ten columns, uniform in [0.3,
-3], and noise of 2% of its spread. A law is found if the best formula of the front has an R2 above
-0.9999 to the noiseless law on 2,000 new rows. The client is real, and sends one call of ``Search``.
-``--peer`` searches with pyoperon in turns, on all cores, with the same operators, length and time.
-``--own`` takes eight further laws, to which nothing was tuned.
+Each law has 1,000 rows of ten columns, uniform in [0.3, 3], and noise of 2% of its spread. A law is
+found if the best formula of the front has an R2 above 0.9999 to the noiseless law on 2,000 new
+rows. The client is real, and sends one call of ``Search``. ``--peer`` searches with pyoperon in
+turns, on all cores, with the same operators, length and time. ``--own`` takes eight further laws,
+to which nothing was tuned.
 """
-
-from __future__ import annotations
 
 import os
 import statistics
@@ -113,8 +110,8 @@ def peer(law: Callable[[Floats], Floats], seconds: float, seed: int) -> dict[str
 
 
 def main() -> None:
-    chosen: dict[str, Any] = {"laws": (), "peer": False, "own": False}
-    given = arguments(__doc__, "", devices="cpu", seconds=20.0, seeds=(0, 1), **chosen)
+    flags = {"devices": "cpu", "seconds": 20.0, "seeds": (0, 1), "laws": ()}
+    given = arguments(__doc__, "", **flags, peer=False, own=False)
     known = OWN if given.own else LAWS
     laws = {name: law for name, law in known.items() if not given.laws or name in given.laws}
     rows = []
@@ -142,7 +139,3 @@ def main() -> None:
     device = "cpu" if given.devices.startswith("cpu") else "gpu"
     name = given.name or f"search_laws_{device}{'_own' if given.own else ''}"
     save(name, content, given.folder)
-
-
-if __name__ == "__main__":
-    main()

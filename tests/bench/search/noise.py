@@ -1,11 +1,8 @@
 """Targets that are nothing but noise: how often a search takes a formula for a law.
 
-``run.py search/noise [--devices 0] [--seconds 10] [--targets 48]`` writes search_noise_DEVICE.json.
-Targets are normal, lognormal or Student's t with two degrees of freedom, in turn, of 100 or 1,000
+They are normal, lognormal or Student's t with two degrees of freedom, in turn, of 100 or 1,000
 rows; five columns are normal. A fit is wrong that chooses anything but a constant.
 """
-
-from __future__ import annotations
 
 import itertools
 import time
@@ -58,7 +55,3 @@ def main() -> None:
     device = "cpu" if options.devices == "cpu" else "gpu"
     name = options.name or f"search_noise_{device}"
     save(name, {"seconds": options.seconds, **found, "runs": runs}, options.folder)
-
-
-if __name__ == "__main__":
-    main()

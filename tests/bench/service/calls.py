@@ -1,18 +1,15 @@
 """Measure the cost of a call around the engine: CPU time of client and decoder, latency, start-up.
 
-``run.py service/calls`` writes three results into ``--folder``. Calls ask for the losses of 300
-programs of the random mix with their parameters, in ``--rounds``.
+Calls ask for the losses of 300 programs of the random mix with their parameters, in ``--rounds``.
 
 * call_cost.json: processor time of the process, gRPC's threads included, because the clock depends
   on who else uses the machine; the answers come from another process on loopback that computes
-  nothing. ``grpc_alone`` is a call of its own by gRPC alone, one message for one: the same bytes,
-  nothing encoded or decoded; ``open_call_alone`` is the same in a call that stays open.
+  nothing. ``grpc_alone`` is a call of its own by gRPC alone: the same bytes, nothing encoded or
+  decoded; ``open_call_alone`` is the same in a call that stays open.
 * service.json: with a real server, what passes beyond the engine's own time, and its start-up.
 * conversion.json: processor time of the client for an expression of DEAP, and for a text. Every
   round has new objects, as every generation of genetic programming has.
 """
-
-from __future__ import annotations
 
 import functools
 import gc
@@ -195,7 +192,3 @@ def main() -> None:
     content = {"seed": SEED, "evaluate_300_fresh_1000_rows_loss": overhead(8 * rounds)}
     # The server above has filled the compile cache, which the start-up time presumes.
     save("service", {**content, "start_up_seconds": harness.start_up_seconds()}, options.folder)
-
-
-if __name__ == "__main__":
-    main()

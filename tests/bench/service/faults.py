@@ -1,15 +1,13 @@
 """Faults, many of each, under load: what the clients saw, and whether it is what they should see.
 
-``run.py service/faults`` starts servers with the CPU engine on loopback, takes about six minutes,
-writes faults.json and ends with status 1 if an expectation is not met; with ``--ray`` it
-starts Ray clusters of three nodes (`ray.cluster_utils`), each with a server of one thread, takes
-about five minutes and writes faults_ray.json. With names of faults it does these alone, and
-puts them beside what the file has of the others.
+Starts servers with the CPU engine on loopback, takes about six minutes, and ends with status 1 if
+an expectation is not met; with ``--ray`` it starts Ray clusters of three nodes
+(`ray.cluster_utils`), each with a server of one thread, and takes about five minutes. With names of
+faults it does these alone, and puts them beside what the file has of the others.
 """
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -91,7 +89,3 @@ def main() -> int:
         results[fault] = {"as_expected": expected(seen), "load_average_before": busy, **seen}
     save(name, {"faults": results}, options.folder)
     return 0 if all(results[fault]["as_expected"] for fault in chosen) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

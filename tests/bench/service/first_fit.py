@@ -1,11 +1,8 @@
 """Seconds from nothing to the first formula: the first program of `README.md` in a new process.
 
-``run.py service/first_fit [--rounds 5]`` runs it with an empty compile cache, as on a new machine,
-and again with the cache that this has filled. Imports, the start of a server, compiling, the search
-and the output are part of the time.
+It runs with an empty compile cache, as on a new machine, and again with the cache that this has
+filled. Imports, the start of a server, compiling, the search and the output are part of the time.
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -34,7 +31,3 @@ def main() -> None:
                 subprocess.run(**child, check=True, capture_output=True)
                 series.append(round(time.perf_counter() - started, 2))
     save(options.name, {"rounds": options.rounds, "seconds": seconds}, options.folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,13 @@
 """Sends a million seeded requests, most of them wrong, and watches the server.
 
-``run.py service/fuzz --requests 1000000`` starts a server on loopback and writes fuzz.json: what
-came back, by status and reason; how often a process of the server ended; how its memory and
-descriptors grew. Some calls of Evaluate stay open for several requests, each of which must bring
-what it brings alone; they are counted once by status, and by themselves, too. It ends with status 1
-if a request got an answer that it must not get, a process ended, memory or descriptors grew, or
-something remains in flight.
+The result says what came back, by status and reason; how often a process of the server ended; how
+its memory and descriptors grew. Some calls of Evaluate stay open for several requests, each of
+which must bring what it brings alone. It ends with status 1 if a request got an answer that it must
+not get, a process ended, memory or descriptors grew, or something remains in flight.
 """
-
-from __future__ import annotations
 
 import json
 import multiprocessing
-import sys
 import tempfile
 import threading
 import time
@@ -119,10 +114,8 @@ def summary(
         open_ends[told] += count if method == OpenCall.NAME else 0
     warm, last = samples[len(samples) // 2], samples[-1]
     return {
-        "requests": samples[-1]["requests"],
-        "by_method": dict(methods),
-        "by_status": dict(statuses.most_common()),
-        "by_reason": dict(reasons.most_common()),
+        **{"requests": samples[-1]["requests"], "by_method": dict(methods)},
+        **{"by_status": dict(statuses.most_common()), "by_reason": dict(reasons.most_common())},
         "open_calls": {
             **{name: opened[name] for name in ("calls", "requests", "answers", "answers_compared")},
             "by_last_move": {name: opened[name] for name in LAST_MOVES},
@@ -149,7 +142,3 @@ def main() -> int:
     bad += [each["descriptors"] >= GROWTH_DESCRIPTORS for each in grown]
     bad += [result["not_allowed"], result["crashes"], result["internal"]]
     return int(any([*bad, *result["in_flight_at_the_end"].values()]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

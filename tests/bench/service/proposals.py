@@ -1,13 +1,9 @@
 """Measure skeletons a second through `propose`, as an agent calls it: parse, fit, evidence, terms.
 
-``run.py service/proposals`` starts a server and writes results/proposals.json. The 300 skeletons
-are those of the grammar of client/examples/propose_loop.py over three variables, each searched from
-ones and from eight drawn starts, on float64 data.
-
-``--devices 0 --name proposals_gpu`` measures the first GPU.
+The 300 skeletons are those of the grammar of client/examples/propose_loop.py over three variables,
+each searched from ones and from eight drawn starts, on float64 data; ``--devices 0 --name
+proposals_gpu`` measures the first GPU.
 """
-
-from __future__ import annotations
 
 import runpy
 import statistics
@@ -56,7 +52,3 @@ def main() -> None:
         cases = {f"{rows} rows": measured(client, rows, options) for rows in options.rows}
     content = {"devices": options.devices, "skeletons": options.skeletons, "restarts": RESTARTS}
     save(options.name, {**content, "seed": SEED, "cases": cases}, options.folder)
-
-
-if __name__ == "__main__":
-    main()

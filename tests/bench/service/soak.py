@@ -1,11 +1,9 @@
 """Load for a long time: the server's memory must not grow, and a planted leak must be found.
 
-``run.py service/soak --minutes 30`` writes results/soak.json and ends with status 1 if the
-server grew by 50 MB or more after a warm-up of a quarter of the time, or if the control, a server
-that keeps 32 KiB of each answered call, passed.
+It ends with status 1 if the server grew by 50 MB or more after a warm-up of a quarter of the time,
+or if the control, a server that keeps 32 KiB of each answered call, passed.
 """
 
-import sys
 from typing import Any
 
 from harness import arguments, save
@@ -23,7 +21,3 @@ def main() -> int:
     content = {"minutes": options.minutes, **SIZE, "soak": result, "control_with_a_leak": control}
     save(options.name, content, options.folder)
     return 0 if result["passed"] and not control["passed"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,13 +1,10 @@
 """What moving matrices costs between processes of one machine, and the bounds of that.
 
-``run.py service/transport`` starts a server on loopback and writes transport.json: a
-value matrix of 120 MB (with an engine that computes nothing, then with the CPU engine, which takes
-the same processors) and an upload of 400 MB. Beside them stand the bounds of the machine in the
-same run: copying memory and SHA-256. The best round says what the machine can do, the median what
-other programs on it have left.
+A value matrix of 120 MB (with an engine that computes nothing, then with the CPU engine, which
+takes the same processors) and an upload of 400 MB. Beside them stand the bounds of the machine in
+the same run: copying memory and SHA-256. The best round says what the machine can do, the median
+what other programs on it have left.
 """
-
-from __future__ import annotations
 
 import hashlib
 import statistics
@@ -78,7 +75,3 @@ def main() -> None:
         found = {"answer": moved, "answer_with_cpu_engine": answers(client, idle=False)}
         found["upload"] = uploads(client)
     save(options.name, {"seed": SEED, "bounds": bounds, **found}, options.folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,8 +4,6 @@ A call evaluates 300 fresh expressions on 100,000 rows in fast mode and returns 
 seconds and bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

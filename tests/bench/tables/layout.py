@@ -18,5 +18,10 @@ def table(head: str, rows: Iterable[str]) -> Iterator[str]:
     yield from (f"| {row} |" for row in rows)
 
 
+def escaped(cells: Iterable[str]) -> str:
+    """Put cells between bars, whatever bars they have."""
+    return " | ".join(cell.replace("|", "\\|") for cell in cells)
+
+
 def select(cases: list[Any], **fields: Any) -> list[Any]:
     return [case for case in cases if all(case[name] == value for name, value in fields.items())]

@@ -1,7 +1,5 @@
 """The plots of the front page, from the result files, as SVG."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable
@@ -33,9 +31,6 @@ def _text(x: float, y: float, words: str, anchor: str = "") -> str:
 
 def _line(x: float, y: float, to_x: float, to_y: float, colour: str) -> str:
     return f'<line x1="{x:.0f}" y1="{y:.0f}" x2="{to_x:.0f}" y2="{to_y:.0f}" stroke="{colour}"/>'
-
-
-# ------------------------------------------------------------------------- times of a generation
 
 
 def generation_times() -> list[tuple[str, float]]:
@@ -106,8 +101,6 @@ def generation_plot() -> str:
     note = f"such calls a second, {who}: median (range of runs)"
     return _svg(height, parts, note, place)
 
-
-# ------------------------------------------------------------------------------ course of searches
 
 _LEFT, _TOP, _WIDTH, _HEIGHT = 64, 16, 440, 220
 

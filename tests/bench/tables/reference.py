@@ -1,6 +1,4 @@
-"""The page ``client/REFERENCE.md``: losses and keywords, from docstrings and signatures."""
-
-from __future__ import annotations
+"""The tables of ``client/REFERENCE.md``, from docstrings and signatures."""
 
 import ast
 import inspect
@@ -8,110 +6,86 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import cache
+from itertools import repeat
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
+
+from tables.layout import escaped, table
 
 from warpfit import client, losses, request, searching
 from warpfit.sklearn import ParameterOptimizer, SymbolicRegressor
 
-_INTRODUCTION: Final = """\
-# Reference
 
-Made by `python tests/bench/figures.py` from the docstrings of the client. `client/README.md` is the
-tutorial, `client/OPERATORS.md` the table of operators, `client/LIMITS.md` says what to beware of.
-
-## Losses
-
-`loss=` takes a name of these two tables, a `warpfit.LossFunction`, or the text of a row loss, which
-is averaged with the weights: `loss="abs(d)^1.5"`. In formulas f is the prediction, y the target, w
-the weight (1 without weights) and d = f - y. A row of weight 0 counts in none.
-
-| name | loss |
-|---|---|
-"""
-_FUNCTIONS_TEXT: Final = """
-These are functions of `warpfit.losses`, too, which take other settings: `loss=losses.huber(0.1)`.
-
-| name | settings | loss |
-|---|---|---|
-"""
-_CLOSINGS_TEXT: Final = """
-A closing makes the loss of the sum S of the row losses, as in
-`LossFunction.parse("abs(d)", closing="sum")`. W is the sum of the weights.
-
-| closing | loss |
-|---|---|
-"""
+def loss_names() -> Iterator[str]:
+    return _members("name | loss", losses.Loss)
 
 
-def reference_page() -> str:
-    parts = [_INTRODUCTION]
-    parts += [_row(f"`{loss}`", _fields(losses.Loss)[loss.name][1]) for loss in losses.Loss]
-    parts.append(_FUNCTIONS_TEXT)
+def loss_functions() -> Iterator[str]:
+    rows = []
     for name in losses.BY_NAME:
         function = getattr(losses, name)
         settings = (str(p).partition(":")[0] + _default(p) for p in _parameters(function).values())
         summary = inspect.getdoc(function).partition("\n\nArgs:")[0]
         text = re.sub(r"^Return (the )?", "", summary.replace("\n\n", " "))
-        parts.append(_row(f"`{name}`", _code(", ".join(settings)), text[0].upper() + text[1:]))
-    parts.append(_CLOSINGS_TEXT)
-    closings = _fields(losses.Closing)
-    parts += [_row(f"`{closing}`", closings[closing.name][1]) for closing in losses.Closing]
-    parts += _method("upload", client.Client.upload)
-    parts += _method("evaluate and run", client.Client.evaluate)
+        rows.append(_row(f"`{name}`", _code(", ".join(settings)), text[0].upper() + text[1:]))
+    return table("name | settings | loss", rows)
+
+
+def loss_closings() -> Iterator[str]:
+    return _members("closing | loss", losses.Closing)
+
+
+def keywords() -> Iterator[str]:
+    """Keywords of methods, values of those that have few, and parameters of estimators."""
+    yield from _method("upload", client.Client.upload)
+    yield from _method("evaluate and run", client.Client.evaluate)
     for name in ("optimize", "search", "simplify", "open"):
-        parts += _method(name, getattr(client.Client, name))
+        yield from _method(name, getattr(client.Client, name))
     for title, enum in (
         *(("Precisions", request.Precision), ("Tiers", request.Tier)),
         *(("Methods of fits", request.Method), ("Accuracies of fits", request.Accuracy)),
         *(("Reasons why a fit ended", request.Reason), ("Forms of a search", searching.Form)),
         ("Reasons why a search ended", searching.SearchReason),
     ):
-        parts += _enumeration(title, enum)
+        yield f"\n## {title}\n\n{_plain(inspect.getdoc(enum))}\n"
+        yield from _members("name | meaning", enum)
     for estimator in (SymbolicRegressor, ParameterOptimizer):
-        parts += _estimator(estimator)
-    return "".join(parts)
+        yield from _estimator(estimator)
 
 
-# ------------------------------------------------------------------------------------ the sections
+def _members(head: str, enum: Any) -> Iterator[str]:
+    return table(head, [_row(f"`{one}`", _fields(enum)[one.name][1]) for one in enum])
 
 
 def _method(title: str, method: Any) -> Iterator[str]:
     summary = _plain(inspect.getdoc(method).partition("\n\n")[0])
     yield f"\n## Keywords of {title}\n\n{summary}\n"
-    yield "\n| keyword | type | meaning |\n|---|---|---|\n"
     kind = re.fullmatch(r"Unpack\[(\w+)\]", method.__annotations__["options"])[1]
     shown, classes = _parameters(method), [getattr(client, kind)]
     while isinstance(base := classes[0].__orig_bases__[0], type):  # the last one is TypedDict
         classes.insert(0, base)
-    for kind in classes:
-        for name, (annotation, text) in _fields(kind).items():
-            yield _row(f"`{name}{_default(shown[name])}`", _code(annotation), text)
-
-
-def _enumeration(title: str, enum: Any) -> Iterator[str]:
-    yield f"\n## {title}\n\n{_plain(inspect.getdoc(enum))}\n\n| name | meaning |\n|---|---|\n"
-    fields = _fields(enum)
-    yield from (_row(f"`{member}`", fields[member.name][1]) for member in enum)
+    given = [(name, *field) for kind in classes for name, field in _fields(kind).items()]
+    rows = [_row(f"`{n}{_default(shown[n])}`", _code(kind), text) for n, kind, text in given]
+    yield from table("keyword | type | meaning", rows)
 
 
 def _estimator(estimator: Any) -> Iterator[str]:
     """Write parameters and attributes of an estimator, whose docstring is numpydoc's."""
     text, parameters = inspect.getdoc(estimator), _parameters(estimator)
     summary, *sections = re.split(r"\n\n(\w+)\n-+\n", text)
-    yield f"\n## {estimator.__name__}\n\n{_plain(summary)}\n"
+    yield f"\n## {estimator.__name__}\n\n{_plain(summary)}"
     for section, entries in zip(sections[::2], sections[1::2], strict=True):
-        yield f"\n| {section.lower()[:-1]} | type | meaning |\n|---|---|---|\n"
         found = re.findall(r"^(\S+) : (.*)\n((?:(?:    .*)?\n)*)", entries.strip() + "\n", re.M)
         assert section != "Parameters" or [name for name, *_ in found] == list(parameters), (
             f"the docstring of {estimator.__name__} lacks parameters, or has others"
         )
-        for name, kind, meaning in found:
-            default = _default(parameters[name]) if section == "Parameters" else ""
-            yield _row(f"`{name}{default}`", kind, inspect.cleandoc(meaning))
-
-
-# ------------------------------------------------------------------------------------ what is said
+        defaults = map(_default, parameters.values()) if section == "Parameters" else repeat("")
+        rows = [
+            _row(f"`{name}{default}`", kind, inspect.cleandoc(meaning))
+            for (name, kind, meaning), default in zip(found, defaults, strict=False)
+        ]
+        yield ""
+        yield from table(f"{section.lower()[:-1]} | type | meaning", rows)
 
 
 @cache
@@ -153,5 +127,4 @@ def _code(text: str) -> str:
 
 
 def _row(*cells: str) -> str:
-    flat = (" ".join(_plain(cell).split()).replace("|", "\\|") for cell in cells)
-    return f"| {' | '.join(flat)} |\n"
+    return escaped(" ".join(_plain(cell).split()) for cell in cells)

@@ -77,7 +77,6 @@ def fails(run):
     return fails
 
 
-# --------------------------------------------------------------------------------- eval and fit
 def test_eval_prints_the_loss_and_a_few_values(run, capsys, data, address):
     words = ["eval", data, "--address", address, "--target", "y"]
     status, out, err = run(*words, "x1*p1 + x2", "--params", "3", "--head", "2")
@@ -128,7 +127,6 @@ def test_formulas_may_begin_with_a_minus(run, capsys, data, address):
     assert "behind --" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------- mistakes
 FILES = {"holed.csv": "a,b,y\n1,nan,2\n2,1,nan\n3,1,6\n", "inf.csv": "a,y\n1,2\n-inf,3\n"}
 MISTAKES = [
     ("eval data.csv 'x1 + z'", "unknown name 'z'"),
@@ -218,7 +216,6 @@ def test_numbers_of_flags_have_ranges(capsys, flag):
         assert f"argument {flag.strip()}: {number!r} is no " in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------- processes and their output
 @pytest.mark.parametrize("words", ["info ADDRESS", "serve --help"])
 def test_a_reader_that_has_seen_enough_is_no_error(address, words):
     """As in ``warpfit info HOST:PORT | head``."""
@@ -273,7 +270,6 @@ def test_data_may_come_from_a_pipe_and_characters_that_the_output_lacks_are_esca
     assert rb"\u6e29\u5ea6" in done.stdout and b"\nR2  1\n" in done.stdout
 
 
-# ---------------------------------------------------------------------------- tokens and servers
 def test_a_token_is_appended_to_a_file_of_its_owner(run, fails, tmp_path):
     path, old = tmp_path / "tokens", os.umask(0)
     path.write_text("# without an end of line")
@@ -370,7 +366,6 @@ def test_a_search_has_the_credentials_of_its_flags(monkeypatch, tmp_path):
     assert given == [("here:1", "secret", TlsConfig(ca="ca.pem")), ("here:1", "secret", False)]
 
 
-# ---------------------------------------------------------------------------------------- tables
 def table_of(tmp_path, text, *flags, name="table.csv"):
     path = tmp_path / name
     path.write_bytes(text.encode() if isinstance(text, str) else text)
@@ -493,7 +488,6 @@ def test_a_small_file_that_unpacks_to_very_much_is_refused_early(tmp_path, monke
     assert not numbers, "before a row of it is read"
 
 
-# ---------------------------------------------------------------------------------------------- top
 @pytest.mark.parametrize(("after", "rate"), [(110.0, 5.0), (8.0, 4.0)], ids=["same", "restarted"])
 def test_rates_survive_a_restart_of_the_server(after, rate):
     calls = ("calls", frozenset())

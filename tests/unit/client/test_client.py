@@ -52,7 +52,6 @@ def test_a_single_expression_may_stand_alone(client):
         np.testing.assert_allclose(values.reshape(-1), X[:, 0] * 2 - 1, rtol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------ upload
 def test_large_data_sets_are_read_again_and_must_not_have_changed(client, server, monkeypatch):
     monkeypatch.setattr(warpfit.dataset.canonical, "_COPIED_BYTES", 0)
     data = client.upload(own := X.copy(), Y)
@@ -157,7 +156,6 @@ def test_a_data_set_that_is_evicted_again_and_again_is_uploaded_again(client, se
         client.evaluate(data, "x1", timeout=0.3)
 
 
-# ------------------------------------------------------------------------------------------ traces
 @pytest.mark.parametrize("made", [warpfit.connect, warpfit.connect_async])
 def test_a_call_continues_the_callers_span(server, made):
     trace = pytest.importorskip("opentelemetry.trace")
@@ -189,7 +187,6 @@ def test_a_call_continues_the_callers_span(server, made):
     assert sent[:-1] == [None, None, *[parent] * 4, None]
 
 
-# ------------------------------------------------------------------------------ the asyncio client
 LINE = X[:, 0] - X[:, 1]
 
 
@@ -273,7 +270,6 @@ def test_cancelling_a_task_cancels_the_call_on_the_server(run):
     run(body)
 
 
-# ----------------------------------------------------------------------------------------- failures
 def test_a_closed_client_says_so(server):
     with serve(server) as (address, _):
         client = warpfit.connect(address)
@@ -347,7 +343,6 @@ def test_interrupts_at_any_moment_leave_a_client_that_works(server, timeout):
         np.testing.assert_array_equal(client.evaluate(data, "x1"), values[0])
 
 
-# ------------------------------------------------------------------------------ what is tried again
 def test_every_method_is_retried(client, server):
     data = client.upload(X)
     for call, ask in (

@@ -141,7 +141,6 @@ def test_operands_do_not_come_from_the_program_before():
     assert (error.expression, error.token) == (1, 0)
 
 
-# ---------------------------------------------------------------------------- fast tests of tokens
 VARIABLES = 3
 SIGNALING_NAN = np.array([0x7FF0000000000001], dtype=np.uint64).view(np.float64)[0]
 ODD = [0.5, -1.0, 2.0**31, 1e300, np.inf, -np.inf, np.nan, float(SIGNALING_NAN), 7.0]
@@ -162,10 +161,6 @@ def fast(batch):
     return are_well_formed(
         *(batch.codes, batch.values, batch.starts, batch.lengths), VARIABLES, batch.parameter_counts
     )
-
-
-def compiled(batch):
-    return compiled_are_valid(batch, VARIABLES)
 
 
 def damaged(batch, place, code, value, lengths):

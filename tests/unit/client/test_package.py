@@ -78,7 +78,6 @@ def test_an_asyncio_client_and_its_handles_are_pickled_too():
     assert server.calls.count("UploadVariables") == 1
 
 
-# ------------------------------------------------------------------------------------ other systems
 #: Imports other libraries first, which look for the system themselves; then takes away what Windows
 #: or macOS lack, imports every module of the client, and makes calls.
 SCRIPT = """
@@ -119,7 +118,6 @@ def test_the_client_runs_without_what_only_linux_has():
     assert done.stdout == "CONNECTION_REFUSED\n", done.stderr
 
 
-# ---------------------------------------------------------------------------- the in-process server
 ROWS = np.random.default_rng(8).uniform(0.1, 3, size=(20, 3))
 
 
@@ -155,7 +153,6 @@ def test_no_warning_of_numpy_reaches_callers():
             assert repr(fit) and len(fit.band([[1.0]]).low) == 1
 
 
-# -------------------------------------------------------------------------------------------- types
 CLIENT = Path(__file__).resolve().parents[3] / "client"
 #: Expressions of a caller, and what a checker is to know of them.
 REVEALED = {

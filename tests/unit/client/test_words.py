@@ -27,11 +27,7 @@ from warpfit.ops import OPERATORS
 from warpfit.sklearn import ParameterOptimizer, SymbolicClassifier, SymbolicRegressor, keywords
 from warpfit.sklearn.constraints import operator_name
 from warpfit.sklearn.equations import Equation, EquationTable
-from warpfit.sklearn.keywords import (
-    OF_OTHER_ESTIMATORS,
-    OF_OTHER_FITS,
-    OF_OTHER_OBJECTS,
-)
+from warpfit.sklearn.keywords import OF_OTHER_ESTIMATORS, OF_OTHER_FITS, OF_OTHER_OBJECTS
 from warpfit_server.config import Config
 
 ROWS = np.arange(12.0).reshape(6, 2)
@@ -54,7 +50,6 @@ def table_of(*sizes):
 TABLE = table_of(1, 2, 3)
 
 
-# -------------------------------------------------------------------------------------- attributes
 @pytest.fixture(scope="module")
 def found():
     with warpfit.testing.client() as client:
@@ -138,7 +133,6 @@ def test_what_cannot_be_found_harms_no_copy(found, kind):
         assert repr(one).startswith(type(one).__name__)
 
 
-# --------------------------------------------------------------------- keywords of other estimators
 def mistaken(**given):
     return refused("no keyword", SymbolicRegressor, **given)
 
@@ -284,7 +278,6 @@ def test_texts_in_a_column_may_name_groups(tmp_path, capsys):
         assert ("--group kind" in told) == (words[0] == "search")
 
 
-# ------------------------------------------------------------------------------------------- slips
 def test_the_name_that_was_meant_is_said():
     for meant, settings in (
         *(("square", {"operators": ["sqare"]}), ("count", {"constraints": {"counts": {"sin": 1}}})),
@@ -360,7 +353,6 @@ def test_help_names_a_default_once(capsys):
     assert "compiled code (default: /somewhere) --" in told
 
 
-# ------------------------------------------------------------- formulas as sequences and as a table
 def test_formulas_of_a_search_are_a_sequence(found):
     result = found["search"]
     assert [str(formula) for formula in result] == [*result.texts]

@@ -6,6 +6,7 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -117,7 +118,6 @@ def test_half_a_character_is_refused_in_a_text_that_can_be_printed(client):
         assert r"a\ud800b" in str(Proposals([Proposal(HALF)]))
 
 
-# ---------------------------------------------------------------------------------------- mistakes
 U1, U4 = np.uint8, np.uint32
 BOTH = Program.parameter(0), Program.parameter(1)
 
@@ -262,7 +262,6 @@ def test_what_is_no_number_in_its_range_is_told(client, data, name):
         assert f"{name.strip()} is {value!r}" in told(call, client, data, **number)
 
 
-# ----------------------------------------------------------------------------------------- batches
 TEXTS = ["x1 + p1", "sin(x2)", "x1*x2 - 3", "p1/p2"]
 
 
@@ -317,67 +316,33 @@ def test_what_is_no_vector_of_parameters_is_refused():
         refused("", ParameterVectors.of, 2, entries)
 
 
-# -------------------------------------------------------------- the one door for numbers of callers
-#: An object that gives a masked array when asked for one, as variables of NetCDF files do.
-class Lazy:
-    def __array__(self, dtype=None, copy=None):
-        return np.ma.array([1.0, 2.0], mask=[False, True])
+def giving(array, **members):
+    """An object that NumPy makes an array of."""
+    return SimpleNamespace(__array__=lambda *_, **__: array, **members)
 
 
-#: Data with a mask beside it, as those of astronomers.
-class Annotated:
-    mask = np.array([False, True])
-
-    def __array__(self, dtype=None, copy=None):
-        return np.array([1.0, 2.0])
-
-
-#: An array of a GPU as CuPy (get) and Numba (copy_to_host) have them: NumPy cannot read it.
-class OnDevice:
-    def __init__(self, copy):
-        own = {"shape": (2,), "typestr": "<f8", "data": (1, False), "version": 3}
-        self.__cuda_array_interface__ = own
-        setattr(self, copy, lambda: np.array([1.0, 2.0]))
-
-    def __array__(self, dtype=None, copy=None):
-        raise TypeError("implicit conversion is not allowed")
+def on_device(copy):
+    """An array of a GPU as CuPy (get) and Numba (copy_to_host) have them: NumPy cannot read it."""
+    own = {"shape": (2,), "typestr": "<f8", "data": (1, False), "version": 3}
+    unread = Mock(side_effect=TypeError("implicit conversion is not allowed"))
+    members = {"__array__": unread, copy: lambda: np.array([1.0, 2.0])}
+    return SimpleNamespace(__cuda_array_interface__=own, **members)
 
 
-#: An array that has DLPack alone.
-class OnHost:
-    def __dlpack__(self, **options):
-        return np.array([1.0, 2.0]).__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return 1, 0
+def of_dlpack(device, **answer):
+    """An array that has DLPack alone."""
+    return SimpleNamespace(__dlpack__=Mock(**answer), __dlpack_device__=lambda: (device, 0))
 
 
-#: An array that DLPack cannot copy to the host.
-class Elsewhere(OnHost):
-    def __dlpack__(self, **options):
-        raise BufferError("on the device alone")
-
-    def __dlpack_device__(self):
-        return 2, 0
-
-
+ELSEWHERE = of_dlpack(2, side_effect=BufferError("on the device alone"))
 #: A tensor of PyTorch that is differentiated, of a type that NumPy has not.
-class Tensor:
-    dtype = "torch.bfloat16"
-
-    def detach(self):
-        return self
-
-    cpu = detach
-
-    def float(self):
-        return np.array([1.0, 2.0], np.float32)
-
-
+TENSOR = SimpleNamespace(dtype="torch.bfloat16", float=lambda: np.array([1.0, 2.0], np.float32))
+TENSOR.detach = TENSOR.cpu = lambda: TENSOR
 DECIMALS = pd.ArrowDtype(pa.decimal128(30, 2))
 TAKEN = {
-    **{"CuPy": (OnDevice("get"), [1, 2]), "Numba's device": (OnDevice("copy_to_host"), [1, 2])},
-    **{"DLPack": (OnHost(), [1, 2]), "PyTorch": (Tensor(), [1, 2])},
+    **{"CuPy": (on_device("get"), [1, 2]), "Numba's device": (on_device("copy_to_host"), [1, 2])},
+    "DLPack": (of_dlpack(1, side_effect=np.array([1.0, 2.0]).__dlpack__), [1, 2]),
+    "PyTorch": (TENSOR, [1, 2]),
     "booleans": ([True, False], [1, 0]),
     "wide": (np.array([1.5, np.inf], np.longdouble), [1.5, math.inf]),
     "NaN and infinity": ([math.nan, -math.inf], [math.nan, -math.inf]),
@@ -390,9 +355,11 @@ TAKEN = {
 }
 MISSING = {
     "masked": np.ma.array([1.0, 2.0], mask=[False, True]),
-    **{"masked constant": [1.0, np.ma.masked], "lazily masked": Lazy(), "mask beside": Annotated()},
-    **{"None": [1.0, None], "NA": [1.0, pd.NA], "NaT": [1.0, pd.NaT]},
-    "nullable": pd.Series([1, None], dtype="Int64"),
+    **{"masked constant": [1.0, np.ma.masked], "None": [1.0, None], "NA": [1.0, pd.NA]},
+    # As variables of NetCDF files, and as data of astronomers.
+    "lazily masked": giving(np.ma.array([1.0, 2.0], mask=[False, True])),
+    "mask beside": giving(np.array([1.0, 2.0]), mask=np.array([False, True])),
+    **{"NaT": [1.0, pd.NaT], "nullable": pd.Series([1, None], dtype="Int64")},
     "decimals of Arrow in pandas": pd.Series([1, None], dtype=DECIMALS),
 }
 NO_NUMBERS = {
@@ -410,7 +377,7 @@ REFUSED = {
     **{name: (data, "MISSING_VALUE") for name, data in MISSING.items()},
     **{f"{name} as number": (data, "NOT_NUMBERS") for name, data in NO_NUMBERS.items()},
     **{name: (data, "OVERFLOW") for name, data in BEYOND.items()},
-    "on a device alone": (Elsewhere(), "NOT_NUMBERS"),
+    "on a device alone": (ELSEWHERE, "NOT_NUMBERS"),
     "lazy": (SimpleNamespace(lazy=None, collect=None), "LAZY_FRAME"),
     "sparse": (SimpleNamespace(nnz=None, toarray=None), "SPARSE_MATRIX"),
     "sparse dict": (scipy.sparse.dok_array((2, 2)), "SPARSE_MATRIX"),
@@ -439,7 +406,6 @@ def test_the_row_is_named():
         refused(f"MISSING_VALUE: .*in row {row} ", real_numbers, given, "X")
 
 
-# ------------------------------------------------------------------------- every place has it
 #: What has no order, or can be read only once: NumPy takes it for one object.
 UNORDERED = {
     **{"generator": lambda: (value for value in (1.0, 2.0)), "set": lambda: {1.0, 2.0}},

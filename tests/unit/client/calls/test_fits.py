@@ -167,7 +167,6 @@ def test_parameters_that_are_not_determined_or_at_a_bound_are_told(client):
         assert found.startswith(hint) and bool(found) == bool(hint)
 
 
-# ------------------------------------------------------------- results in a terminal and a notebook
 ROWS = np.arange(1.0, 21.0).reshape(10, 2)
 
 

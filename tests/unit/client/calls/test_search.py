@@ -71,7 +71,6 @@ def test_a_mistake_in_a_call_is_named():
             assert refused(reason, client.search, data, **budget | options).field == field
 
 
-# ----------------------------------------------------------------------------------- interruptions
 def progress(text, loss, size, **given):
     """Return a progress with the constant and one formula, all of whose parameters are 2."""
     program = warpfit.parse(text)
@@ -199,7 +198,6 @@ def test_another_server_goes_on_where_one_was_lost():
     assert (found.interruptions, found.reason) == (1, SearchReason.TIME)
 
 
-# -------------------------------------------------------------------------- the checks of a request
 ROWS = np.random.default_rng(0).normal(size=(20, 3))
 LAYOUT = Dataset.of(ROWS, ROWS[:, 0]).layout
 USUAL = SearchRequest(bytes(32), max_generations=1)

@@ -62,7 +62,6 @@ def reparsed(message):
     return type(message).FromString(message.SerializeToString())
 
 
-# --------------------------------------------------------------------------------- round trips
 @given(evaluations())
 def test_evaluations_survive_bit_for_bit(evaluation):
     back = codec.evaluation_from_message(reparsed(codec.evaluation_to_message(evaluation)))
@@ -152,7 +151,6 @@ def test_uploads_survive_in_pieces_of_any_size(chunk_bytes, rows, dtype, names, 
     assert b"".join(map(codec.upload_data, rest)) == dataset.matrix.tobytes()
 
 
-# --------------------------------------------------------------------------------- broken answers
 FOUR_ROWS = replace(LAYOUT, dtype=np.dtype("<f4"), rows=4)
 
 
@@ -196,7 +194,6 @@ def test_an_answer_that_is_too_large_for_the_memory():
     assert caught.value.needed == 2**63
 
 
-# --------------------------------------------------------------------------------- malformed bytes
 GONE = codec.error_to_status(errors.DatasetNotFoundError())
 
 
@@ -252,7 +249,6 @@ def test_neither_all_values_nor_those_of_the_leaves():
     assert refused("LENGTH_MISMATCH", evaluation.check, LAYOUT).field == "values"
 
 
-# ------------------------------------------------------------------------ version of the contract
 #: SHA-256 of the fields, values and methods of each version of the contract.
 VERSIONS = {1: "4dbcb560291e5db23e4fbb6b54f850d79fdd53882d20b51e38122a2958cf7eed"}
 
@@ -288,7 +284,6 @@ def test_the_version_grows_with_the_contract():
     )
 
 
-# -------------------------------------------------------------------------------------------- fits
 @st.composite
 def fits(draw):
     batch = draw(batches())
@@ -375,7 +370,6 @@ def test_a_broken_result_is_an_internal_error(changes):
         codec.read_fit(FitRequest(problem), sent)
 
 
-# ----------------------------------------------------------------------------------------- searches
 KEY = bytes(range(32))
 OPERATOR_NAMES = st.sampled_from(list(OPERATORS))
 PAIRS = st.tuples(OPERATOR_NAMES, OPERATOR_NAMES)

@@ -49,6 +49,7 @@ def test_the_file_is_what_its_program_writes():
 
 
 def test_operators_are_those_of_the_table():
+    # Codes are a contract with every client ever built: a new name comes last.
     listed = {(op["code"], op["name"], op["arity"]) for op in VECTORS["operators"]}
     assert listed == {(op.code, op.name, op.arity) for op in OPERATORS.values()}
     programs = [program for case in VECTORS["evaluations"] for program in case["programs"]]

@@ -2,13 +2,11 @@
 
 import hashlib
 import re
-import struct
 import sys
 import threading
 import warnings
 from decimal import Decimal
 from functools import partial
-from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -23,13 +21,7 @@ import warpfit
 import warpfit.testing
 from support.refusals import refused
 from warpfit.calls.dataset_handle import warn_of_range
-from warpfit.dataset import (
-    Dataset,
-    canonical,
-    client_dataset,
-    open_table,
-    tables,
-)
+from warpfit.dataset import Dataset, canonical, client_dataset, open_table, tables
 from warpfit.request import Result
 
 NAMES = ("a", "größe", "c c", "y", "w")
@@ -193,30 +185,8 @@ def test_labels_of_frames_are_texts_or_none_is():
     assert open_table(pd.DataFrame([[1.0, 2.0]])).variables.names == ()
 
 
-# ------------------------------------------------------------------------------ canonical data sets
 X = np.arange(12.0).reshape(6, 2)
 Y = np.arange(6.0)
-
-
-def content_id_by_hand(dtype, X, y, weights, names):
-    code, letter = {"float32": (1, "f"), "float64": (2, "d")}[dtype]
-    digest = hashlib.sha256(b"warpfit.dataset.v1\n")
-    digest.update(bytes([code, y is not None, weights is not None]))
-    digest.update(struct.pack("<QQI", X.shape[1], X.shape[0], len(names)))
-    for name in names:
-        digest.update(struct.pack("<I", len(name.encode())) + name.encode())
-    for column in [*X.T, *(c for c in (y, weights) if c is not None)]:
-        digest.update(struct.pack(f"<{len(column)}{letter}", *column.tolist()))
-    return digest.digest()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "y", "weights", "names"),
-    [*product(["float32", "float64"], [None, Y], [None, Y * 2], [(), ("a", "größe")])],
-)
-def test_content_ids_follow_the_contract(dtype, y, weights, names):
-    dataset = Dataset.of(X, y, weights, names=names, dtype=dtype)
-    assert dataset.content_id == content_id_by_hand(dtype, X, y, weights, names)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +309,6 @@ def test_ranges_are_those_of_the_rows_that_count(rows, dtype, monkeypatch):
     np.testing.assert_array_equal(canonical.ranges(nothing), [[0.0], [0.0]])
 
 
-# ------------------------------------------------------------------------ what float32 cannot hold
 SPAN = np.linspace(1.0, 3.0, 50)[:, None]
 #: In SI units, at 1e14 Hz for a row of 1.
 PLANCK = "2*6.62607015e-34*(1e14*x1)^3/299792458^2/(exp(6.62607015e-20*x1/(1.380649e-23*p1)) - 1)"

@@ -174,7 +174,6 @@ def test_names_in_latex_hold_nothing_that_acts_elsewhere(odd):
     assert odd not in shown and shown.isprintable() and len({*shown.split(" + ")}) == 2
 
 
-# -------------------------------------------------------------------------------- formulas to read
 THREE = ("R", "T", "x1")
 
 

@@ -188,7 +188,6 @@ def test_long_and_deep_programs(language, tmp_path):
         assert np.isfinite(found[0]).all()
 
 
-# ------------------------------------------------------------------------------------------ values
 VALUES = [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.0, 0.0005, 30.0, np.inf, -np.inf, np.nan]
 COLUMNS = np.array([(a, b, c) for a in VALUES for b in VALUES for c in (0.5, -2.0, np.nan)]).T
 COLUMNS = np.hstack([COLUMNS, np.random.default_rng(0).uniform(-8, 8, (3, 100))])
@@ -330,7 +329,6 @@ def test_every_language_computes_what_the_reference_computes(language, cases, tm
         pytest.fail(f"{programs[index]} with {told[0]} at {told[1:]}\n{codes[index]}")
 
 
-# ------------------------------------------------------------- running programs of other languages
 #: The commands that a language needs, the first of which is looked for.
 COMMANDS = {
     **{"c": "gcc", "c++": "g++", "cuda": "g++", "fortran": "gfortran", "rust": "rustc"},

@@ -147,7 +147,6 @@ def test_the_order_of_operands_makes_no_difference(program, random):
     assert swapped.simplify() == program.simplify()
 
 
-# -------------------------------------------------------------- algebra by SymPy in a child process
 def test_algebra_finds_what_the_rules_do_not_and_has_to_agree(monkeypatch):
     monkeypatch.setattr(algebra, "SECONDS", 100.0)
     program = parse("x1 + sin(x2)^2 + cos(x2)^2")

@@ -215,7 +215,6 @@ def test_texts_to_read_have_few_digits_and_fractions():
     assert to_text(negative, digits=4) == "x1 - x2 / 3"
 
 
-# ---------------------------------------------------------------------------------------- intervals
 ENDS = st.one_of(
     st.floats(-5.0, 5.0),
     st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.001, -0.001, 0.0011, 2.0, 1e-300, 1e300, -1e300]),

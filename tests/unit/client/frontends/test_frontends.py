@@ -100,7 +100,6 @@ def test_numbers_that_their_type_cannot_hold_are_refused(reader, number):
         assert "^" in str(error).splitlines()[-1]
 
 
-# ---------------------------------------------------------------------------------- lists of nodes
 def test_nodes_are_those_of_the_text():
     for tree, names, wanted in (
         (["add", "x1", "mul", 2.5, "p1"], (), "x1 + 2.5*p1"),
@@ -112,7 +111,6 @@ def test_nodes_are_those_of_the_text():
         assert list(from_prefix([tree, tree], names)) == [parse(wanted)] * 2
 
 
-# ------------------------------------------------------------------------------------ texts of PySR
 def test_names_numbers_and_dialects():
     assert str(from_pysr("x0 - x2")) == "x1 - x3"
     assert str(from_pysr("x₁ * x₃", first=1)) == "x1 * x3"
@@ -190,7 +188,6 @@ def test_long_runs_of_digits_take_no_time_and_end_in_no_error_of_python(text):
     assert time.monotonic() - began < 5
 
 
-# ---------------------------------------------------------------------------------- trees of Operon
 #: pyoperon's dataset does not keep its array alive.
 ARRAY = np.asfortranarray(np.random.default_rng(0).uniform(0.2, 2.0, (40, 3)).astype(np.float32))
 DATASET = pyoperon.Dataset(ARRAY)

@@ -185,7 +185,6 @@ def test_deep_trees_wide_sums_and_terminals_that_are_no_numbers():
     refused("no number", from_deap, [SimpleNamespace(arity=0, value=None, name="None")])
 
 
-# ----------------------------------------------------------------------------------- the evaluator
 ROWS = np.random.default_rng(0).uniform(-2, 2, (30, 2))
 TARGET = ROWS[:, 0] ** 2 - 3.5 * ROWS[:, 1]
 
@@ -303,7 +302,6 @@ def test_an_evaluator_checks_and_shows_what_it_is_made_of(pset, evaluator):
     refused("data is <class 'tuple'>", Evaluator, evaluator().client, (ROWS, TARGET), pset)
 
 
-# ------------------------------------------------------------------------------------------ gplearn
 FEATURES = 4
 ALL = [*functions._function_map.values(), functions.sig1]
 

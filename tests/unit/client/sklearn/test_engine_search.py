@@ -195,7 +195,6 @@ def test_a_loss_whose_least_value_is_elsewhere_is_left_to_the_engine(task):
     assert (asked["rows"], asked["loss"]) == ("rows", loss)
 
 
-# ----------------------------------------------------------------------------- formulas as matrices
 NAMES = ("add", "sub", "mul", "div", "square", "exp", "sin", "where")
 CODES = tuple(OPERATORS[name].code for name in NAMES)
 COLUMNS = np.random.default_rng(0).uniform(0.5, 2.0, (3, 12))
@@ -269,7 +268,6 @@ def test_parts_are_packed_row_by_row():
     assert made.program(1) == Program.apply("mul", parse("x1"), parse("x2 * x3"))
 
 
-# ------------------------------------------------------------------------------------------- units
 COLUMN_NAMES = ("m", "v", "w", "t", "angle")
 UNITS = {"m": "kg", "v": "m/s", "w": "m*s^-1", "t": "s"}
 DIMENSIONS = dimensions(UNITS, COLUMN_NAMES, len(COLUMN_NAMES))

@@ -79,7 +79,6 @@ def test_what_a_resolver_returns_is_checked():
     refused("'a' is not an address", lambda: target_of(lambda: ["a"]).find())
 
 
-# -------------------------------------------------------------------------------------------- files
 def test_clients_find_the_servers_that_are_there_now(tmp_path):
     path = tmp_path / "the servers [1]"
     target = target_of(f"file://{path}")
@@ -114,7 +113,6 @@ def test_what_is_no_path_or_no_address_is_named(tmp_path):
     refused("cannot be written", missing.__enter__)
 
 
-# ---------------------------------------------------------------------------------- servers on Ray
 def test_the_extra_is_named_where_ray_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     refused(r"pip install 'warpfit\[ray\]'", warpfit.connect, "ray://science")
@@ -137,7 +135,6 @@ def test_what_is_no_namespace_is_refused(name):
     refused("is no namespace", warpfit.connect, f"ray://{name}")
 
 
-# ------------------------------------------------------------------------------------- credentials
 def test_local_addresses():
     here = "127.0.0.1:1 localhost:1 [::1]:1 unix:/x ipv4:127.0.0.1:1 ipv6:[::1]:1 unix-abstract:x"
     there = "ipv4:10.1.2.3:1 example.org:1 127.0.0.1.example.org:1 10.1.2.3:1"

@@ -140,7 +140,6 @@ def test_calls_in_flight_keep_their_connection(served, monkeypatch):
         assert not client._failover.transport._retired
 
 
-# ------------------------------------------------------------------------------- unknown fields
 REQUESTS = [kind for name, kind in vars(pb).items() if name.endswith("Request")]
 UNKNOWN = b"\xf8\xff\x7f\x01"  # field 262,143 as a number
 

@@ -188,7 +188,6 @@ def test_the_generator_of_the_caller_is_left_alone():
     assert random.getstate() == state
 
 
-# ------------------------------------------------------------------------------------------ clients
 BUSY = warpfit.ResourceExhaustedError("busy", "QUEUE_FULL", retry_after=0.2)
 NO_ROOM = warpfit.ResourceExhaustedError("no room", "NO_ROOM", needed=5, available=4)
 RESTARTING = warpfit.UnavailableError("gone", "ENGINE_RESTARTING")
@@ -296,7 +295,6 @@ def test_a_handle_without_numbers_finds_a_server_that_has_the_data(fleet):
             np.testing.assert_array_equal(client.evaluate(handle, "x1")[:, 0], X[:, 0])
 
 
-# --------------------------------------------------------------------------------------- addresses
 @pytest.mark.parametrize("connect", [warpfit.connect, warpfit.connect_async])
 def test_servers_come_and_go(monkeypatch, connect):
     monkeypatch.setattr(failover, "_RESOLVE_SECONDS", (0.0, 0.0))
@@ -341,7 +339,6 @@ def test_a_server_that_has_not_answered_in_time_is_left_alone(over_grpc):
     assert hanging.cancelled.wait(10)
 
 
-# ----------------------------------------------------------------------------------- first contact
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
