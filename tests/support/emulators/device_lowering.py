@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from support.emulators.cuda_on_host import compile_for_host, launch_on_host
-from warpfit.ir import Batch
+from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
 from warpfit_server.engine.cuda.interpreter import launches
 from warpfit_server.engine.cuda.interpreter.launches import (
@@ -209,6 +209,19 @@ def check_order(found: Lowered, group: int, levels: int) -> None:
         assert (np.diff(deep[part].astype(int)) <= 0).all()
         lengths = found.programs[programs[part], 1].astype(int)[~deep[part]]
         assert (np.diff(lengths) <= 0).all()
+
+
+def chains(name: str, length: int) -> list[Program]:
+    """Return chains of an operator, one for each of its operands that the chain goes on in."""
+    programs = []
+    for place in range(OPERATORS[name].arity):
+        program = Program.variable(0)
+        for _ in range(length):
+            operands = [Program.variable(1)] * OPERATORS[name].arity
+            operands[place] = program
+            program = Program.apply(name, *operands)
+        programs.append(program)
+    return programs
 
 
 def spoilt(batch: Batch, seed: int, places: int) -> Batch:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.emulators.device_lowering import Lowered, check_order, lower_on_host
+from support.emulators.device_lowering import Lowered, chains, check_order, lower_on_host
 from support.engines.operators import programs
 from support.random_programs import random_program, thesis_mix
 from warpfit.errors import ProgramError, ResourceExhaustedError
@@ -84,16 +84,8 @@ def test_programs_of_many_sizes_in_shared_memory_and_beyond(share, room):
 
 @pytest.mark.parametrize("name", [name for name, row in OPERATORS.items() if row.arity > 1])
 def test_the_stack_stays_flat_on_long_chains(name):
-    row = OPERATORS[name]
-    chains = []
-    for position in range(row.arity):
-        program = X
-        for _ in range(300):
-            operands = [Program.variable(1)] * row.arity
-            operands[position] = program
-            program = Program.apply(row, *operands)
-        chains.append(program)
-    assert check(Batch.of([*chains, X, *chains]), share=2) <= 2
+    long = chains(name, 300)
+    assert check(Batch.of([*long, X, *long]), share=2) <= 2
 
 
 def test_a_negative_zero_is_an_index():
