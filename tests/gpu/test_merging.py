@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from support.engines.references import outputs_for
-from support.engines.requests import written
 from support.random_programs import thesis_mix
 from support.suites.derivatives import make_dataset
 from support.suites.merging import (  # noqa: F401
@@ -18,6 +16,7 @@ from support.suites.merging import (  # noqa: F401
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine.interface import run_to_end
+from warpfit_server.ipc.engine_connection import InFlightRequest
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.shared_batch import SharedBatch
 
@@ -33,19 +32,22 @@ def test_batches_are_copied_from_memory_that_is_page_locked_or_not(engine, parts
     data, pool = make_dataset(1_000, "float32"), SegmentPool(1 << 26)
     engine.load(data)
     whole = Batch.of(*thesis_mix(5, 4_000, variables=4))
-    options = {"loss": Loss.MSE, "values": False, "tier": Tier.INTERPRETER}
-    asked = Evaluation(data.content_id, whole, **options)
     edges = np.linspace(0, len(whole), parts + 1).astype(int).tolist()
-    sent = [
-        written(replace(asked, batch=whole[first:stop]), data.layout, pool)
-        for first, stop in pairwise(edges)
-    ]
+    sent = []
+    for first, stop in pairwise(edges):
+        asked = Evaluation(
+            data.content_id, whole[first:stop], loss=Loss.MSE, values=False, tier=Tier.INTERPRETER
+        )
+        sent.append(InFlightRequest.of_evaluation(asked, data.layout))
+        sent[-1].write(pool.acquire(sent[-1].segment_layout.nbytes))
 
     def losses():
         shared = SharedBatch([s.segment_layout.batch_part(s.segment) for s in sent], 1)
-        own = replace(asked, batch=shared)
-        outputs = outputs_for(own, data.layout)
-        run_to_end(engine.evaluate(own, outputs))
+        asked = Evaluation(
+            data.content_id, shared, loss=Loss.MSE, values=False, tier=Tier.INTERPRETER
+        )
+        outputs = outputs_for(asked, data.layout)
+        run_to_end(engine.evaluate(asked, outputs))
         return outputs.losses
 
     pageable = losses()
