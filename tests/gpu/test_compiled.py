@@ -13,39 +13,12 @@ from warpfit.dataset import Dataset
 from warpfit.errors import ResourceExhaustedError
 from warpfit.ir import Program
 from warpfit.request import Loss, Precision, Tier
-from warpfit_server.engine.cuda.runtime import device
-from warpfit_server.engine.interface import Arithmetic
-
-DTYPES = [np.float32, np.float64]
 
 
 @pytest.fixture
 def compiled(evaluate: Evaluate):
     """Evaluate on the compiled tier, waiting for the compiler where it must."""
     return partial(evaluate, tier=Tier.COMPILED)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [{}, {"precision": Precision.FAST}, {"rows": (77, 199_000)}])
-def test_pieces_add_up(compiled, monkeypatch, dtype, options):
-    """Large work goes to the device piece by piece."""
-    programs, vectors = thesis_mix(4, 100)
-    rng = np.random.default_rng(4)
-    X, y = rng.uniform(0.5, 2, size=(200_000, 10)), rng.normal(size=200_000)
-    dataset = Dataset.of(X, y, rng.uniform(size=200_000), dtype=dtype)
-    one = compiled(dataset, programs, vectors, values=False, loss=Loss.MSE, **options)
-    few = device.LaunchWork(1_000_000, 500_000, 1_000_000)
-    for arithmetic in Arithmetic:
-        monkeypatch.setitem(device.LAUNCH_WORK, arithmetic, few)
-    several = [
-        compiled(dataset, programs, vectors, values=False, loss=Loss.MSE, **options).losses
-        for _ in range(2)
-    ]
-    for losses in several:
-        np.testing.assert_array_equal(losses, one.losses)
-    monkeypatch.undo()
-    again = compiled(dataset, programs, vectors, values=False, loss=Loss.MSE, **options)
-    np.testing.assert_array_equal(again.losses, one.losses)
 
 
 @pytest.mark.parametrize("values", [True, False])

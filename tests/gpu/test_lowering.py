@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support.emulators.device_lowering import check_order, lower_on_device, lower_on_host, spoilt
+from support.emulators.device_lowering import (
+    chains,
+    check_order,
+    lower_on_device,
+    lower_on_host,
+    spoilt,
+)
 from support.random_programs import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
@@ -49,17 +55,10 @@ def test_random_programs_of_all_operators(device, seed):
 @pytest.mark.parametrize("name", ["add", "where"])
 @pytest.mark.parametrize("length", [1000, 20_000])
 def test_long_programs_beside_short_ones(device, name, length):
-    row = OPERATORS[name]
-    chains = []
-    for position in range(row.arity):
-        program = X
-        for _ in range(length // row.arity):
-            operands = [Program.variable(1)] * row.arity
-            operands[position] = program
-            program = Program.apply(row, *operands)
-        chains.append(program)
+    arity = OPERATORS[name].arity
     short, parameters = thesis_mix(1, 50)
-    assert_same(device, Batch.of([*chains, *short], [[]] * row.arity + parameters))
+    programs = [*chains(name, length // arity), *short]
+    assert_same(device, Batch.of(programs, [[]] * arity + parameters))
 
 
 def test_bushy_programs(device):

@@ -29,14 +29,6 @@ PATTERNS = (0x5A, 0xFF)
 ROWS = (1, 33, 6145)
 #: Bytes of device memory that each stream finds filled.
 _DEVICE_BYTES = 256 << 20
-#: Streams; work that comes one after the other takes fewer.
-_STREAMS = 4
-#: Sizes of blocks of pinned memory, and of the pieces of device memory that warming up has left;
-#: and how many of each.
-_PINNED_SIZES = tuple(1 << power for power in range(9, 25))
-_PIECE_SIZES = tuple(1 << power for power in range(9, 22))
-_PINNED_BLOCKS = 3
-_PIECES = 16
 
 
 def fill(engine: CudaEngine, pattern: int) -> None:
@@ -48,71 +40,63 @@ def fill(engine: CudaEngine, pattern: int) -> None:
     device.trim()
     device._idle.clear()  # new streams find nothing that these have kept
     device.cupy.get_default_pinned_memory_pool().free_all_blocks()
-    pinned = device.cupy.cuda.alloc_pinned_memory
-    held = [pinned(size) for size in _PINNED_SIZES for _ in range(_PINNED_BLOCKS)]
+    runtime, pinned = device.cupy.cuda.runtime, device.cupy.cuda.alloc_pinned_memory
+    held = [pinned(1 << power) for power in range(9, 25) for _ in range(3)]
     for block in held:
         np.frombuffer(block, np.uint8)[:] = pattern
     del block, held
-    set_bytes, pieces = device.cupy.cuda.runtime.memset, []
-    for size in (size for size in reversed(_PIECE_SIZES) for _ in range(_PIECES)):
+    pieces = []  # of device memory that warming up has left
+    for size in (1 << power for power in range(21, 8, -1) for _ in range(16)):
         pieces.append(device.allocate(size))
-        set_bytes(pieces[-1].ptr, pattern, size)
+        runtime.memset(pieces[-1].ptr, pattern, size)
     del pieces
     with ExitStack() as streams:
-        for _ in range(_STREAMS):
+        for _ in range(4):  # work that comes one after the other takes fewer
             context = streams.enter_context(device.stream())
             memory = device.allocate(_DEVICE_BYTES)
-            device.cupy.cuda.runtime.memsetAsync(
-                memory.ptr, pattern, _DEVICE_BYTES, context.stream.ptr
-            )
+            runtime.memsetAsync(memory.ptr, pattern, _DEVICE_BYTES, context.stream.ptr)
             context.stream.synchronize()
             del memory
 
 
-def remains(engine: CudaEngine, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """What newly allocated device and pinned memory holds."""
+def check(engine: CudaEngine, pattern: int, size: int = 1 << 20) -> None:
+    """Check what newly allocated memory holds, else the tests would prove nothing."""
     device = engine._device
     with device.stream() as context:
         target = context.pinned("target of a test", size)
-        pinned = target.copy()
+        assert (target == pattern).all(), "pinned memory"
         context.download_rows(target[np.newaxis], device.allocate(size).ptr, size)
         context.stream.synchronize()
-        return target.copy(), pinned
+        assert (target == pattern).all(), "device memory"
 
 
 def plain(engine: CudaEngine, rows: int, dtype: str) -> dict[str, Any]:
     """Values and losses of both tiers, of a whole data set and of a part of its rows."""
     data = make_dataset(rows, dtype, weights=True)
-    programs, parameters = thesis_mix(5, 40, variables=data.layout.variables)
+    batch = thesis_mix(5, 40, variables=data.layout.variables)
     evaluate, answers = Evaluate(engine), {}
     for tier in (Tier.INTERPRETER, Tier.COMPILED):
         for precision in Precision:
             options = {"tier": tier, "precision": precision, "rows": (rows // 3, rows)}
             name = f"{tier.name} {precision.name}"
             for values, loss in ((True, None), (False, Loss.MSE), (True, Loss.R2)):
-                got = evaluate(data, programs, parameters, values=values, loss=loss, **options)
+                got = evaluate(data, *batch, values=values, loss=loss, **options)
                 answers[f"{name} values, {values} {loss}"] = got.values
                 answers[f"{name} losses, {values} {loss}"] = got.losses
-            options |= {"loss": Loss.MSE, "gradient": True}
-            answers[f"{name} gradient"] = gradient(engine, data, programs, parameters, options)
+            options |= {"loss": Loss.MSE, "gradient": True, "values": False}
+            asked = Evaluation(data.content_id, Batch.of(*batch), **options)
+            answers[f"{name} gradient"] = ask(engine, data, asked).gradients
     evaluate.unload()
     return answers
-
-
-def gradient(engine, data, programs, parameters, options):
-    """Derivatives of a built-in loss, which both tiers have."""
-    batch = Batch.of(programs, parameters)
-    return ask(engine, data, Evaluation(data.content_id, batch, values=False, **options)).gradients
 
 
 def derived(engine: CudaEngine, rows: int, dtype: str) -> dict[str, Any]:
     """Derivatives, statistics, normal matrices and fits."""
     data = make_dataset(rows, dtype, weights=True)
-    programs, vectors = smooth_programs()
-    got = derive(engine, data, programs, vectors, row_loss=SQUARES, statistics=True)
-    names = ("values", "losses", "gradients", "jacobian", "variable_gradients", "reductions")
-    answers = {name: getattr(got, name) for name in (*names, "moments")}
-    system = linearise(engine, data, programs, vectors, SQUARES)
+    got = derive(engine, data, *smooth_programs(), row_loss=SQUARES, statistics=True)
+    names = "values losses gradients jacobian variable_gradients reductions moments"
+    answers = {name: getattr(got, name) for name in names.split()}
+    system = linearise(engine, data, *smooth_programs(), SQUARES)
     answers |= {f"linearise {x}": getattr(system, x) for x in ("losses", "gradients", "curvatures")}
     texts, starts = ["p1 * exp(-p2 * x1) + p3", "p1 * x2 + p2"], [[0.7, 1.3, -0.4], [0.5, 0.1]]
     for method in ("lm", "bfgs"):
@@ -126,9 +110,11 @@ def derived(engine: CudaEngine, rows: int, dtype: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def answers(engine):
     """By pattern, what a fresh engine whose memory was full of it has answered."""
-    found: dict[int, dict[str, Any]] = {}
+    found = {}
     for pattern in PATTERNS:
         fresh = CudaEngine()
+        fill(fresh, pattern)
+        check(fresh, pattern)
         fill(fresh, pattern)
         found[pattern] = {
             f"{rows} {dtype} {name}": answer
@@ -140,17 +126,6 @@ def answers(engine):
         }
         fresh.close()
     return found
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_the_memory_is_what_an_engine_gets(engine, pattern):
-    """Else the other tests would prove nothing."""
-    fresh = CudaEngine()
-    fill(fresh, pattern)
-    for size in (4096, 1 << 20):
-        for kind, memory in zip(("device", "pinned"), remains(fresh, size), strict=True):
-            assert (memory == pattern).all(), f"{kind} memory, {size} bytes"
-    fresh.close()
 
 
 def test_answers_do_not_depend_on_it(answers):

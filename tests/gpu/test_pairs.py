@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 
@@ -33,10 +35,7 @@ def test_many_pairs_are_those_of_the_cpu_engine(weigher, is_product, noise):
     fit = Fit.of(standardised(law, weights), weights, rng.normal(size=(1, 500)), is_product)
     held = [weigher.prepared(right[:5_000]), weigher.prepared(right[5_000:])]
     found = run_to_end(weigher.best(fit, left, held, 600))
-    cpu = CpuWeigher(4)
-    try:
+    with closing(CpuWeigher(4)) as cpu:
         want = run_to_end(cpu.best(fit, left, [right], 600))
-    finally:
-        cpu.close()
     np.testing.assert_allclose(found[0], want[0], rtol=1e-9, atol=1e-14)
     assert np.mean((found[1] == want[1]) & (found[2] == want[2])) > 0.99

@@ -27,8 +27,6 @@ FUNCTIONS = {
     "div": ("quotient(a, b)", "(double)a / (double)b", True, 0.501),
     "pow": ("power(a, b)", "pow((double)a, (double)b)", True, 4.0),
 }
-BLOCKS, THREADS = 1024, 256
-TIERS = (Tier.INTERPRETER, Tier.COMPILED)
 
 
 def largest_share(evaluate, name: str, operands, bound: Bound, **options) -> float:
@@ -65,13 +63,17 @@ def _has_fast_bound(operands, exact):
     return ~(tiny | np.isinf(columns)).any(axis=0) & ~vanishes & ~np.isnan(operands).any(axis=0)
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+MODES = [("float32", each) for each in Precision] + [("float64", Precision.PRECISE)]
+
+
+@pytest.mark.parametrize("tier", [Tier.INTERPRETER, Tier.COMPILED])
+@pytest.mark.parametrize(("dtype", "precision"), MODES)
 @pytest.mark.parametrize("name", OPERATORS)
-def test_precise_bounds_hold_at_hard_operands(evaluate, name, dtype, tier):
-    options = {"precision": Precision.PRECISE, "tier": tier}
+def test_bounds_hold_at_hard_operands(evaluate, name, dtype, precision, tier):
+    """Run it with ``-s`` to see how much of each bound is used."""
     operands = hard_operands(OPERATORS[name], dtype)
-    assert largest_share(evaluate, name, operands, BOUNDS[name].precise_cuda, **options) <= 1
+    bound = getattr(BOUNDS[name], f"{precision}_cuda")
+    assert largest_share(evaluate, name, operands, bound, precision=precision, tier=tier) <= 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -82,24 +84,12 @@ def test_circular_functions_next_to_all_multiples_of_half_pi(evaluate, name, dty
     assert largest_share(evaluate, name, operands, BOUNDS[name].precise_cuda, **options) <= 1
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("name", OPERATORS)
-def test_fast_bounds_hold_at_hard_operands(evaluate, name, tier):
-    """Run it with ``-s`` to see how much of each bound is used."""
-    options = {"precision": Precision.FAST, "tier": tier}
-    operands = hard_operands(OPERATORS[name], "float32")
-    assert largest_share(evaluate, name, operands, BOUNDS[name].fast_cuda, **options) <= 1
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_errors_stay_within_their_bounds(engine, name):
     cupy = pytest.importorskip("cupy")
     function, exact, pairs, bound = FUNCTIONS[name]
-    source = (
-        f"#define FUNCTION {function}\n#define EXACT {exact}\n"
-        + prelude(Arithmetic.PRECISE)
-        + (Path(__file__).parent / "precise_errors.cu").read_text()
-    )
+    source = f"#define FUNCTION {function}\n#define EXACT {exact}\n" + prelude(Arithmetic.PRECISE)
+    source += Path(__file__).with_name("precise_errors.cu").read_text()
     capability = int(cupy.cuda.Device().compute_capability)
     options = ("--std=c++17", *compiler_options(Arithmetic.PRECISE))
     module = cupy.cuda.function.Module()
@@ -107,6 +97,6 @@ def test_errors_stay_within_their_bounds(engine, name):
     worst, wrong = (cupy.zeros(1, dtype=np.uint64) for _ in range(2))
     count = 1 << (30 if pairs else 32)
     arguments = (np.uint64(count), np.int32(pairs), worst, wrong)
-    module.get_function("errors")((BLOCKS, 1, 1), (THREADS, 1, 1), arguments)
+    module.get_function("errors")((1024, 1, 1), (256, 1, 1), arguments)
     assert int(wrong[0]) == 0
     assert 0 < float(worst.view(np.float64)[0]) <= bound

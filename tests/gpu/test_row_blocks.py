@@ -25,11 +25,7 @@ from warpfit_server.engine.sum_tree import sum_nodes
 ROWS = 70_001
 #: Rows of nodes of the tree of sums.
 NODES = (4096, 16384)
-MODES = [
-    (np.float32, Precision.FAST),
-    (np.float32, Precision.PRECISE),
-    (np.float64, Precision.PRECISE),
-]
+MODES = [(np.float32, each) for each in Precision] + [(np.float64, Precision.PRECISE)]
 SPANS = [None, (517, 66_000)]
 
 
@@ -68,6 +64,11 @@ def test_interpreted_losses_do_not_depend_on_threads(
                 patch.setitem(tier._kernels, variant, replace(kernels, record=record))
                 got = evaluate(dataset, programs, vectors, loss=loss, **options).losses
             np.testing.assert_array_equal(got, whole)
+        with monkeypatch.context() as patch:  # piece by piece, as large work goes to the device
+            few = device.LaunchWork(1_000_000, 500_000, 1_000_000)
+            patch.setitem(device.LAUNCH_WORK, arithmetic, few)
+            got = evaluate(dataset, programs, vectors, loss=loss, **options).losses
+            np.testing.assert_array_equal(got, whole)
         alone = [
             evaluate(dataset, [program], [vector], loss=loss, **options).losses[0]
             for program, vector in zip(programs[:5], vectors[:5], strict=True)
@@ -78,60 +79,52 @@ def test_interpreted_losses_do_not_depend_on_threads(
 @pytest.mark.parametrize("length", [512, *NODES])
 @pytest.mark.parametrize(("dtype", "precision"), MODES)
 def test_interpreted_losses_are_sums_of_nodes(evaluate, dtype, precision, length):
-    dataset, (programs, vectors) = mixed_data(dtype), thesis_mix(3, 20)
+    dataset, batch, rows = mixed_data(dtype), thesis_mix(3, 20), (1000, 60_001)
     options = {"precision": precision, "tier": Tier.INTERPRETER, "values": False, "loss": Loss.SSE}
-    rows = (1000, 60_001)
-    whole = evaluate(dataset, programs, vectors, rows=rows, **options).losses[:, 0]
-    parts = [
-        evaluate(dataset, programs, vectors, rows=part, **options).losses[:, 0]
-        for part in node_ranges(rows, length)
-    ]
-    np.testing.assert_array_equal(sum_nodes(np.stack(parts), rows[0] // length), whole)
+
+    def sums(part) -> np.ndarray:
+        return evaluate(dataset, *batch, rows=part, **options).losses[:, 0]
+
+    parts = np.stack([sums(part) for part in node_ranges(rows, length)])
+    np.testing.assert_array_equal(sum_nodes(parts, rows[0] // length), sums(rows))
 
 
 @pytest.mark.parametrize(("dtype", "precision"), MODES)
 def test_compiled_losses_do_not_depend_on_blocks_or_launches(
     evaluate, monkeypatch, dtype, precision
 ):
-    dataset, (programs, vectors) = mixed_data(dtype), thesis_mix(3, 40)
+    dataset, batch = mixed_data(dtype, weights=True), thesis_mix(3, 100)
+    options = {"precision": precision, "loss": Loss.SSE, "tier": Tier.COMPILED, "values": False}
 
     def losses(rows) -> np.ndarray:
-        return evaluate(
-            dataset, programs, vectors, rows=rows, precision=precision, loss=Loss.SSE,
-            values=False, tier=Tier.COMPILED,
-        ).losses  # fmt: skip
+        return evaluate(dataset, *batch, rows=rows, **options).losses
 
     wholes = [losses(rows) for rows in SPANS]
     for blocks in (1, 3, 1000):
         monkeypatch.setattr(
-            KernelPlan,
-            "blocks",
+            KernelPlan, "blocks",
             lambda self, _, most, __, n=blocks: (min(n, most),) * len(self.keys),
-        )
+        )  # fmt: skip
         for rows, whole in zip(SPANS, wholes, strict=True):
             np.testing.assert_array_equal(losses(rows), whole)
-    for arithmetic in Arithmetic:
-        monkeypatch.setitem(device.LAUNCH_WORK, arithmetic, device.LaunchWork(1, 1, 1))
+    arithmetic = Arithmetic.of(np.dtype(dtype), precision)
+    monkeypatch.setitem(device.LAUNCH_WORK, arithmetic, device.LaunchWork(1, 1, 1))
     monkeypatch.setattr("warpfit_server.engine.cuda.jit.tier._MIN_ROWS", 4096)
-    for rows, whole in zip(SPANS, wholes, strict=True):
+    for rows, whole in [*zip(SPANS, wholes, strict=True)] * 2:
         np.testing.assert_array_equal(losses(rows), whole)
 
 
 def sums_of_passes(engine, dtype, precision, rows, count=None) -> np.ndarray:
     """Sums over rows of the passes of a fit, and of an evaluation for statistics."""
     data = make_dataset(ROWS, np.dtype(dtype).name, weights=True)
-    programs, parameters = smooth_programs()
-    programs, parameters = programs[:count], parameters[:count]
-    options = {"rows": rows, "precision": precision}
-    passed = linearise(engine, data, programs, parameters, SQUARES, **options)
-    derived = derive(
-        engine, data, programs, parameters, row_loss=ABSOLUTE, statistics=True, **options
-    )
-    first = len(parameters[0])
-    found = [passed.losses[:1], passed.gradients[:first]]
-    found.append(passed.curvatures[: first * (first + 1) // 2])
-    found += [derived.losses[:1], derived.variable_gradients[:1], derived.gradients[:first]]
-    found += [derived.reductions[:1], derived.moments[:1]]
+    batch, options = [each[:count] for each in smooth_programs()], {"rows": rows}
+    options["precision"], first = precision, len(batch[1][0])
+    passed = linearise(engine, data, *batch, SQUARES, **options)
+    derived = derive(engine, data, *batch, row_loss=ABSOLUTE, statistics=True, **options)
+    found = [passed.curvatures[: first * (first + 1) // 2]]
+    for outputs in (passed, derived):
+        found += [outputs.losses[:1], outputs.gradients[:first]]
+    found += [derived.variable_gradients[:1], derived.reductions[:1], derived.moments[:1]]
     return np.concatenate([np.ravel(each) for each in found])
 
 

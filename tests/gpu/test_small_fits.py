@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -11,11 +13,7 @@ from support.suites.small_fits import assert_same, both, make_dataset
 from warpfit.request import Precision
 from warpfit_server.engine.cuda.derivatives import tier
 
-FLAVOURS = [
-    ("float64", Precision.PRECISE),
-    ("float32", Precision.PRECISE),
-    ("float32", Precision.FAST),
-]
+FLAVOURS = [("float32", each) for each in Precision] + [("float64", Precision.PRECISE)]
 
 
 @pytest.mark.parametrize("weights", [False, True])
@@ -31,18 +29,16 @@ def test_fits_reach_the_losses_of_the_hosts(engine, dtype, precision, weights):
 
 
 def test_the_first_pass_has_the_bits_of_the_hosts(engine):
-    data = make_dataset(500)
-    own, other, _ = both(engine, data, max_iterations=1)
+    own, other, _ = both(engine, make_dataset(500), max_iterations=1)
     np.testing.assert_array_equal(own.initial_losses, other.initial_losses)
 
 
 def test_a_search_goes_on_where_a_launch_has_stopped(engine, monkeypatch):
     """To the last bit, wherever that is."""
-    data = make_dataset(2_000)
-    whole, _, _ = both(engine, data, restarts=20, all_starts=True)
+    call = partial(both, engine, make_dataset(2_000), restarts=20, all_starts=True)
+    whole, _, _ = call()
     monkeypatch.setattr(tier, "_TICKS", 1)
-    parts, _, _ = both(engine, data, restarts=20, all_starts=True)
-    assert_same(parts, whole)
+    assert_same(call()[0], whole)
 
 
 def test_random_programs(engine):
@@ -60,7 +56,6 @@ def test_random_programs(engine):
 @pytest.mark.parametrize("name", sorted(nist.FORMULAS))
 def test_nist_problems(engine, name):
     problem = nist.load(name)
-    own, other, _ = both(
-        engine, problem.dataset, [problem.formula], [problem.starts[1]], max_iterations=500
-    )
+    given = problem.dataset, [problem.formula], [problem.starts[1]]
+    own, other, _ = both(engine, *given, max_iterations=500)
     np.testing.assert_allclose(own.losses, other.losses, rtol=1e-6)

@@ -8,30 +8,24 @@ import numpy as np
 import pytest
 
 from support.engines.fits import fit
-from support.engines.gradients import derive, linearise
+from support.engines.gradients import ask, derive, linearise
 from support.engines.references import Evaluate
 from support.random_programs import thesis_mix
 from support.suites.derivatives import make_dataset, smooth_programs
 from warpfit.ir import Batch
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.request import Evaluation, Loss, Precision, Tier
+from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.cuda.runtime.datasets import StreamedDataset
-from warpfit_server.engine.interface import Outputs, run_to_end
 
 MEMORY = 32 << 20
 ROWS = {"float32": 1_100_003, "float64": 550_003}
-MODES = [
-    ("float32", Precision.FAST),
-    ("float32", Precision.PRECISE),
-    ("float64", Precision.PRECISE),
-]
+MODES = [("float32", each) for each in Precision] + [("float64", Precision.PRECISE)]
 
 
 @pytest.fixture(scope="module")
 def small():
     """An engine with so little memory that it streams."""
-    from warpfit_server.engine.cuda.engine import CudaEngine
-
     pytest.importorskip("cupy")
     engine = CudaEngine(memory_limit=MEMORY)
     yield engine
@@ -53,8 +47,8 @@ def case(request, engine, small):
 
 
 def assert_same(one, other) -> None:
-    names = ("losses", "gradients", "curvatures", "variable_gradients", "reductions", "moments")
-    for name in names:
+    names = "values losses gradients jacobian curvatures variable_gradients reductions moments"
+    for name in names.split():
         if getattr(one, name, None) is not None:
             np.testing.assert_array_equal(getattr(other, name), getattr(one, name), err_msg=name)
 
@@ -62,58 +56,33 @@ def assert_same(one, other) -> None:
 @pytest.mark.parametrize("rows", [None, (5000, 300_001), (70, 90)])
 def test_passes_of_fits(engine, small, case, rows):
     data, precision = case
-    programs, parameters = smooth_programs()
-    found = [
-        linearise(each, data, programs, parameters, SQUARES, rows=rows, precision=precision)
-        for each in (engine, small)
-    ]
-    assert_same(*found)
+    given = data, *smooth_programs(), SQUARES
+    options = {"rows": rows, "precision": precision}
+    assert_same(*(linearise(each, *given, **options) for each in (engine, small)))
 
 
 @pytest.mark.parametrize("rows", [(0, 140_000), (131_000, 300_001)])
 def test_derivatives_and_statistics(engine, small, case, rows):
     data, precision = case
-    found = [
-        derive(
-            each, data, *smooth_programs(), row_loss=ABSOLUTE, statistics=True, rows=rows,
-            precision=precision,
-        )
-        for each in (engine, small)
-    ]  # fmt: skip
-    assert_same(*found)
-    for name in ("values", "jacobian"):
-        np.testing.assert_array_equal(getattr(found[1], name), getattr(found[0], name))
+    options = {"row_loss": ABSOLUTE, "statistics": True, "rows": rows, "precision": precision}
+    assert_same(*(derive(each, data, *smooth_programs(), **options) for each in (engine, small)))
 
 
 @pytest.mark.parametrize("values", [False, True])
 @pytest.mark.parametrize("tier", [Tier.INTERPRETER, Tier.COMPILED])
 def test_losses_and_values(engine, small, case, tier, values):
     data, precision = case
-    programs, parameters = thesis_mix(3, 40, variables=4)
+    batch, rows = thesis_mix(3, 40, variables=4), (300, ROWS["float64"])
     options = {"tier": tier, "precision": precision, "values": values, "loss": Loss.MSE}
-    one, other = (
-        Evaluate(each)(data, programs, parameters, rows=(300, ROWS["float64"]), **options)
-        for each in (engine, small)
-    )
-    np.testing.assert_array_equal(other.losses, one.losses)
-    if values:
-        np.testing.assert_array_equal(other.values, one.values)
+    assert_same(*(Evaluate(each)(data, *batch, rows=rows, **options) for each in (engine, small)))
 
 
 def test_compiled_gradients(engine, small, case):
     data, precision = case
-    batch = Batch.of(*thesis_mix(3, 20, variables=4))
-    evaluation = Evaluation(
-        data.content_id, batch, loss=Loss.MSE, values=False, gradient=True, tier=Tier.COMPILED,
-        precision=precision,
-    )  # fmt: skip
-    found = []
-    for each in (engine, small):
-        gradients, flag = np.empty(len(batch.parameters)), np.zeros(1, np.uint8)
-        outputs = Outputs(None, np.empty((20, 1)), flag, lambda _: None, gradients=gradients)
-        run_to_end(each.evaluate(evaluation, outputs))
-        found.append(outputs)
-    assert_same(*found)
+    batch, options = Batch.of(*thesis_mix(3, 20, variables=4)), {"loss": Loss.MSE, "values": False}
+    options |= {"gradient": True, "tier": Tier.COMPILED, "precision": precision}
+    evaluation = Evaluation(data.content_id, batch, **options)
+    assert_same(*(ask(each, data, evaluation) for each in (engine, small)))
 
 
 def test_several_evaluations_at_the_same_time(small, case):

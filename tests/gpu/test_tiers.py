@@ -20,9 +20,11 @@ from warpfit.request import Loss, Precision, Tier
 X = [Program.variable(index) for index in range(3)]
 P = [Program.parameter(index) for index in range(3)]
 DTYPES = [np.float32, np.float64]
+#: Relative errors of losses of values that are known.
+ROUNDING = {Tier.INTERPRETER: 1e-12, Tier.COMPILED: 1e-6}
 
 
-@pytest.fixture(params=[Tier.INTERPRETER, Tier.COMPILED], ids=str)
+@pytest.fixture(params=ROUNDING, ids=str)
 def tier(request):
     return request.param
 
@@ -50,8 +52,7 @@ def test_sizes(run, evaluate, tier, dtype, rows):
     expected = np.stack([data[0] + data[1], data[0] * dtype(2.0)])
     np.testing.assert_array_equal(result.values[:, 0], expected)
     wanted = reference_loss(Loss.SSE, expected, target)
-    tolerance = 1e-12 if tier is Tier.INTERPRETER else 1e-6
-    np.testing.assert_allclose(result.losses[:, 0], wanted, rtol=tolerance)
+    np.testing.assert_allclose(result.losses[:, 0], wanted, rtol=ROUNDING[tier])
     assert evaluate.announced[-1] == 2
 
 
@@ -69,27 +70,28 @@ def test_batch_sizes(run, tier, count):
     expected = np.stack([evaluate_program(p, data, v) for p, v in pairs])
     np.testing.assert_allclose(result.values[:, 0], expected, rtol=1e-3, atol=1e-3)
     wanted = reference_loss(Loss.MSE, result.values[:, 0], data[0])
-    tolerance = 1e-12 if tier is Tier.INTERPRETER else 1e-6
-    np.testing.assert_allclose(result.losses[:, 0], wanted, rtol=tolerance)
+    np.testing.assert_allclose(result.losses[:, 0], wanted, rtol=ROUNDING[tier])
 
 
 @pytest.mark.parametrize("values", [True, False])
-def test_concurrent_evaluations(evaluate: Evaluate, tier, values):
+@pytest.mark.parametrize("precision", Precision)
+def test_concurrent_evaluations(evaluate: Evaluate, tier, values, precision):
     rng = np.random.default_rng(0)
-    dataset = Dataset.of(rng.normal(size=(5003, 10)), rng.normal(size=5003))
-    mixes = [thesis_mix(seed, 20) for seed in range(8)]
-    options = {"loss": Loss.MSE, "values": values, "tier": tier}
-    alone = [evaluate(dataset, *mix, **options).losses for mix in mixes]
+    X, weights = rng.uniform(0.5, 2.0, size=(5003, 10)), rng.uniform(size=5003)
+    dataset = Dataset.of(X, rng.normal(size=5003), weights)
+    options = {"precision": precision, "values": values, "tier": tier}
 
-    def repeat(mix):
-        helper = Evaluate(evaluate.engine)
-        helper._loaded = evaluate._loaded
-        return [helper(dataset, *mix, **options).losses for _ in range(10)]
+    def repeat(number):
+        helper, loss = Evaluate(evaluate.engine), (Loss.MSE, Loss.RMSE, Loss.R2, Loss.MAE)
+        helper._loaded, mix = evaluate._loaded, thesis_mix(number, 20 + number)
+        given = options | {"loss": loss[number % 4]}
+        return {helper(dataset, *mix, **given).losses.tobytes() for _ in range(10)}
 
-    with ThreadPoolExecutor(8) as pool:
-        for expected, repeats in zip(alone, pool.map(repeat, mixes), strict=True):
-            for losses in repeats:
-                assert losses.tobytes() == expected.tobytes()
+    evaluate(dataset, [P[0]], [[1.0]])
+    alone = [repeat(number) for number in range(12)]
+    with ThreadPoolExecutor(12) as pool:
+        assert [*pool.map(repeat, range(12))] == alone
+    assert {len(found) for found in alone} == {1}
 
 
 @pytest.mark.parametrize("exponent", [2.0, 3.0, -1.0, -2.0, 0.0, 1.0, 17.0, 0.5, -2.5])

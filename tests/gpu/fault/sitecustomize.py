@@ -39,12 +39,7 @@ class _Finder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = find_spec(name)
         run = spec.loader.exec_module
-
-        def run_and_inject(module):
-            run(module)
-            _inject(module.CudaEngine)
-
-        spec.loader.exec_module = run_and_inject
+        spec.loader.exec_module = lambda module: (run(module), _inject(module.CudaEngine))
         return spec
 
 

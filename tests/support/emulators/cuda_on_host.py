@@ -33,7 +33,8 @@ def compile_for_host(source: str, *, wraps: bool = False) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("no C++ compiler")
     words = Path(__file__).with_name("cuda_on_host.h").read_text()
-    text = words + _translated(source) + _entries(source)
+    source = _SHARED.sub(r"\1* const \2 = (\1*)dynamic_shared;", source)
+    text = words + _PTX.sub(_statement, source) + _entries(source)
     command = [compiler, *_OPTIONS, *(_WRAPS if wraps else _TRAPS), "-Wl,-Bsymbolic"]
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True)
     key = hashlib.sha256("\0".join([version.stdout, *command, text]).encode()).hexdigest()
@@ -58,13 +59,8 @@ def launch_on_host(library, kernel, grid, threads, arguments, shared=0):
     return not library.launch_kernel(entry, *sizes, shared, given)
 
 
-def _translated(source: str) -> str:
-    """Translate PTX and the shared memory whose size a launch says."""
-    source = _SHARED.sub(r"\1* const \2 = (\1*)dynamic_shared;", source)
-    return _PTX.sub(_statement, source)
-
-
 def _statement(ptx: re.Match[str]) -> str:
+    """Translate an instruction."""
     instruction, operands = ptx[1], _OPERAND.findall(ptx[2])
     if instruction == "mov.b32":
         return "{} = {};".format(*operands)
@@ -73,21 +69,12 @@ def _statement(ptx: re.Match[str]) -> str:
         target, operand = operands
         return f"{target} = approx(host_{name}, {operand});"
     kind = "float" if instruction.endswith("f32") else "double"
-    if name == "ld":
-        *targets, place = operands
-        pairs = [
-            (target, f"{_at(place, kind, instruction)}[{k}]") for k, target in enumerate(targets)
-        ]
-    else:
-        assert name == "st", f"{instruction} is not known here"
-        place, *values = operands
-        pairs = [(f"{_at(place, kind, instruction)}[{k}]", value) for k, value in enumerate(values)]
-    return " ".join(f"{target} = {value};" for target, value in pairs)
-
-
-def _at(place: str, kind: str, instruction: str) -> str:
+    assert name in ("ld", "st"), f"{instruction} is not known here"
+    place = operands.pop(-1 if name == "ld" else 0)
     start = "dynamic_shared + " if "shared" in instruction else ""
-    return f"(({kind}*)({start}({place})))"
+    cells = [f"(({kind}*)({start}({place})))[{k}]" for k in range(len(operands))]
+    pairs = zip(operands, cells, strict=True) if name == "ld" else zip(cells, operands, strict=True)
+    return " ".join(f"{target} = {value};" for target, value in pairs)
 
 
 def kernels_of(source: str) -> dict[str, list[str]]:

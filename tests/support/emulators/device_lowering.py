@@ -10,18 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from support.emulators.cuda_on_host import compile_for_host, launch_on_host
-from warpfit.ir import Batch
+from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
 from warpfit_server.engine.cuda.interpreter import launches
-from warpfit_server.engine.cuda.interpreter.launches import (
-    MAX_SHARED_TOKENS,
-    BatchLayout,
-    LaunchLimits,
-    launch_lowering,
-    launch_order,
-    lay_out,
-    new_batch,
-)
 from warpfit_server.engine.cuda.interpreter.tier import load_lowering
 from warpfit_server.engine.cuda.runtime.device import as_record
 from warpfit_server.shared_batch import SharedBatch
@@ -36,6 +27,7 @@ _SLOT_LABELS = {
     for odd in (0, 1)
     if row.arity == 2
 }
+_compiled = functools.cache(compile_for_host)
 #: Bytes on both sides of the memory that nobody may write to.
 GUARD = 256
 GARBAGE = 0xA5
@@ -47,7 +39,7 @@ class Lowered:
 
     batch: Batch
     memory: NDArray[np.uint8]
-    layout: BatchLayout
+    layout: launches.BatchLayout
     first_invalid: NDArray[np.uint32]
     """First invalid program of each group."""
 
@@ -87,34 +79,26 @@ class Lowered:
 
     def code(self, index: int) -> list[Instruction]:
         """A program's instructions, with what a slot holds in place of its number."""
-        first, count, slot, _ = self.programs[index].tolist()
+        first, count, slot, traits = self.programs[index].tolist()
+        slots = [*map(tuple, self.slots[slot:][: traits & launches.SLOTS_MASK].tolist())]
         code: list[Instruction] = []
         for head, word in self.instructions[first : first + count + 1].tolist():
             low, leaf = head & (1 << launches.INDEX_SHIFT) - 1, head >> launches.INDEX_SHIFT
-            loaded = self._slot(slot + leaf) if low & launches.LOAD_SLOT else leaf
+            loaded = slots[leaf] if low & launches.LOAD_SLOT else leaf
             takes_slot = low & launches.LABEL_MASK in _SLOT_LABELS
-            code.append((low, loaded, self._slot(slot + word) if takes_slot else word))
+            code.append((low, loaded, slots[word] if takes_slot else word))
         return code
-
-    def _slot(self, number: int) -> tuple[int, ...]:
-        return tuple(self.slots[number].tolist())
 
     def _part(self, start: int, count: int) -> NDArray[np.uint32]:
         return self.memory[start : start + 4 * count].view(np.uint32)
 
 
-@functools.cache
-def host_kernels() -> ctypes.CDLL:
-    """Compile the kernels for this machine; skips the test if it has no compiler."""
-    return compile_for_host(launches.lowering_source().source)
-
-
-def _layout_of(batch: Batch) -> BatchLayout:
-    return lay_out(len(batch.codes), len(batch), len(batch.parameters))
+def _layout_of(batch: Batch) -> launches.BatchLayout:
+    return launches.lay_out(len(batch.codes), len(batch), len(batch.parameters))
 
 
 def lower_on_host(
-    batch, variables=1 << 18, *, share=4, room=MAX_SHARED_TOKENS, group=None, levels=3
+    batch, variables=1 << 18, *, share=4, room=launches.MAX_SHARED_TOKENS, group=None, levels=3
 ):
     """Lower a batch by the device's source, compiled for this machine, in memory full of garbage.
 
@@ -126,7 +110,7 @@ def lower_on_host(
         group: programs that are sorted together; None for all.
         levels: stack levels of a warp.
     """
-    library, layout = host_kernels(), _layout_of(batch)
+    library, layout = _compiled(launches.lowering_source().source), _layout_of(batch)
     guarded = np.full(layout.end + 2 * GUARD, GARBAGE, dtype=np.uint8)
     start = GUARD // 2 + -(guarded.ctypes.data + GUARD // 2) % 64
     memory = guarded[start : start + layout.end]
@@ -159,7 +143,7 @@ def _write(batch: Batch, memory: NDArray[np.uint8]) -> None:
 
 def _record(batch, address, first_invalid, variables, group, levels):
     counts = len(batch.codes), len(batch), len(batch.parameters), batch.vectors
-    record = new_batch(counts, variables, address, 0, first_invalid.ctypes.data)
+    record = launches.new_batch(counts, variables, address, 0, first_invalid.ctypes.data)
     record["longest"], record["group"] = batch.lengths.max(), group
     record["warps"], record["levels"] = 1, levels
     return record
@@ -183,8 +167,8 @@ def lower_on_device(device, batch, variables=1 << 18, *, group=None, levels=3):
         record = _record(batch, address, first_invalid, variables, group, levels)
         warps = 32 * device.multiprocessors
         handles = {name: kernel.ptr for name, kernel in kernels.items()}
-        others = dict.fromkeys(LaunchLimits._fields, 0)
-        limits = as_record(LaunchLimits(**others | handles | {"resident_warps": warps}))
+        others = dict.fromkeys(launches.LaunchLimits._fields, 0)
+        limits = as_record(launches.LaunchLimits(**others | handles | {"resident_warps": warps}))
         context.check_executed(_lower(context.functions, context.handle, limits, record))
         context.download_rows(staging[np.newaxis], address, len(staging))
         context.stream.synchronize()
@@ -193,8 +177,8 @@ def lower_on_device(device, batch, variables=1 << 18, *, group=None, levels=3):
 
 @numba.njit
 def _lower(driver: Any, stream: int, limits: Any, record: Any) -> int:
-    status = launch_lowering(driver, stream, limits[0], record)
-    return status or launch_order(driver, stream, limits[0], record)
+    status = launches.launch_lowering(driver, stream, limits[0], record)
+    return status or launches.launch_order(driver, stream, limits[0], record)
 
 
 def check_order(found: Lowered, group: int, levels: int) -> None:
@@ -211,13 +195,25 @@ def check_order(found: Lowered, group: int, levels: int) -> None:
         assert (np.diff(lengths) <= 0).all()
 
 
+def chains(name: str, length: int) -> list[Program]:
+    """Return chains of an operator, one for each of its operands that the chain goes on in."""
+    programs = []
+    for place in range(OPERATORS[name].arity):
+        program = Program.variable(0)
+        for _ in range(length):
+            operands = [Program.variable(1)] * OPERATORS[name].arity
+            operands[place] = program
+            program = Program.apply(name, *operands)
+        programs.append(program)
+    return programs
+
+
 def spoilt(batch: Batch, seed: int, places: int) -> Batch:
     """Replace so many codes and values by some that are invalid, or valid elsewhere."""
     rng = np.random.default_rng(seed)
     codes, values = batch.codes.copy(), batch.values.copy()
     wrong = [-1.0, 0.5, 2, 3, 9, 10, 2.0**31, 2.0**32, 2.0**52, 1e300, np.nan, np.inf]
-    codes[rng.integers(len(codes), size=places)] = rng.choice(
-        [0, 1, 2, 3, 4, 16, 17, 30, 45, 200, 255], size=places
-    )
+    others = [0, 1, 2, 3, 4, 16, 17, 30, 45, 200, 255]
+    codes[rng.integers(len(codes), size=places)] = rng.choice(others, size=places)
     values[rng.integers(len(codes), size=places)] = rng.choice(wrong, size=places)
     return replace(batch, codes=codes, values=values)

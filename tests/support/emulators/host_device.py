@@ -35,11 +35,6 @@ _INVALID_VALUE = 1
 #: What memory holds before something is written to it.
 _GARBAGE = 0xA5
 _WORD = ctypes.c_void_p
-_UPLOAD_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, _WORD, _WORD, ctypes.c_size_t, _WORD)
-_LAUNCH_TYPE = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.py_object, *[ctypes.c_uint] * 7, _WORD, ctypes.POINTER(_WORD), _WORD
-)
-_RECORD_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.py_object, _WORD)
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
@@ -47,7 +42,10 @@ def install(patch: pytest.MonkeyPatch) -> None:
     cupy = SimpleNamespace(cuda=_cuda(), ndarray=_Array, matmul=_matmul)
     patch.setitem(sys.modules, "cupy", cupy)
     patch.setattr(device, "driver_functions", _driver_functions)
-    patch.setattr(CudaSource, "load", lambda source, _: _Module(source.source))
+    patch.setattr(
+        CudaSource, "load",
+        lambda source, _: SimpleNamespace(get_function=functools.partial(_Function, source.source)),
+    )  # fmt: skip
     patch.setattr(CompiledTier, "supports", lambda *_: False)
     for name in ("begin_compiling", "compile_group"):
         patch.setattr(parts, name, lambda *_, **__: None)
@@ -60,20 +58,6 @@ class _Error(RuntimeError):
     def __init__(self, status: int) -> None:
         super().__init__(f"status {status}")
         self.status = status
-
-
-class _OutOfMemoryError(Exception):
-    """The pool has no room."""
-
-
-class _Module:
-    """Kernels of one source."""
-
-    def __init__(self, source: str) -> None:
-        self._source = source
-
-    def get_function(self, name: str) -> _Function:
-        return _Function(self._source, name)
 
 
 class _Function:
@@ -89,30 +73,29 @@ class _Function:
             raise _Error(_INVALID_VALUE)
 
     def launch(self, grid: Any, threads: Any, arguments: Sequence[int], shared: int) -> bool:
-        count = len(kernels_of(self._source)[self._name])
-        given = arguments[:count]
+        given = arguments[: len(kernels_of(self._source)[self._name])]
         return launch_on_host(_library(self._source), self._name, grid, threads, given, shared)
 
 
-@functools.cache
-def _library(source: str) -> ctypes.CDLL:
-    return compile_for_host(source, wraps=True)
+_library = functools.cache(functools.partial(compile_for_host, wraps=True))
 
 
-@_UPLOAD_TYPE
+@ctypes.CFUNCTYPE(ctypes.c_int, _WORD, _WORD, ctypes.c_size_t, _WORD)
 def _upload(target: int, source: int, size: int, _: Any) -> int:
     ctypes.memmove(target, source, size)
     return 0
 
 
-@_LAUNCH_TYPE
+@ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.py_object, *[ctypes.c_uint] * 7, _WORD, ctypes.POINTER(_WORD), _WORD
+)
 def _launch(function: Any, *given: Any) -> int:
     *sizes, shared, _, arguments, _ = given
     is_launched = function.launch(sizes[:3], sizes[3:], arguments, shared)
     return 0 if is_launched else _INVALID_VALUE
 
 
-@_RECORD_TYPE
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.py_object, _WORD)
 def _record(event: Any, _: Any) -> int:
     event.is_recorded = True
     return 0
@@ -144,22 +127,17 @@ class _Pool:
     def __init__(self) -> None:
         self.used, self._limit = 0, _MEMORY
 
+        self.used_bytes = self.total_bytes = lambda: self.used
+        self.free_all_blocks = lambda: None
+
     def set_limit(self, size: int) -> None:
         self._limit = size
 
     def malloc(self, size: int) -> _Memory:
         size = -(-size // 512) * 512
         if self.used + size > self._limit:
-            raise _OutOfMemoryError
+            raise MemoryError
         return _Memory(size, self)
-
-    def used_bytes(self) -> int:
-        return self.used
-
-    total_bytes = used_bytes
-
-    def free_all_blocks(self) -> None:
-        pass
 
 
 class _Array:
@@ -167,24 +145,21 @@ class _Array:
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, memptr: _Memory) -> None:
         self.shape, self.dtype, self.data = shape, np.dtype(dtype), memptr
-        self.is_transposed = False
 
     @property
-    def T(self) -> _Array:  # noqa: N802
-        turned = _Array(self.shape, self.dtype, self.data)
-        turned.is_transposed = True
-        return turned
-
-    def on_host(self) -> NDArray[Any]:
-        """Return the same numbers as an array of the host."""
+    def own(self) -> NDArray[Any]:
+        """The same numbers as an array of the host."""
         size = int(np.prod(self.shape)) * self.dtype.itemsize
         numbers = np.frombuffer((ctypes.c_char * size).from_address(self.data.ptr), self.dtype)
-        own = numbers.reshape(self.shape)
-        return own.T if self.is_transposed else own
+        return numbers.reshape(self.shape)
+
+    @property
+    def T(self) -> Any:  # noqa: N802
+        return SimpleNamespace(own=self.own.T)
 
 
-def _matmul(left: _Array, right: _Array, out: _Array) -> None:
-    np.matmul(left.on_host(), right.on_host(), out=out.on_host())
+def _matmul(left: Any, right: Any, out: _Array) -> None:
+    np.matmul(left.own, right.own, out=out.own)
 
 
 class _Stream:
@@ -194,25 +169,17 @@ class _Stream:
         self.ptr = id(self)
         self.is_recorded = False
 
-    def __enter__(self) -> None:
+    def nothing(self, *_: object) -> None:
         pass
 
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+    __enter__ = __exit__ = synchronize = wait_event = nothing
 
     def record(self, _: Any) -> None:
         self.is_recorded = True
 
-    def wait_event(self, _: Any) -> None:
-        pass
 
-
-def _elapsed(start: _Stream, end: _Stream) -> float:
-    assert start.is_recorded
-    assert end.is_recorded
+def _elapsed(*events: _Stream) -> float:
+    assert all(event.is_recorded for event in events)
     return 0.01
 
 
@@ -238,7 +205,7 @@ def _cuda() -> ModuleType:
         hostUnregister=lambda *_: None,
     )
     cuda.driver = SimpleNamespace(CUDADriverError=_Error, funcSetAttribute=lambda *_: None)
-    cuda.memory = SimpleNamespace(OutOfMemoryError=_OutOfMemoryError)
+    cuda.memory = SimpleNamespace(OutOfMemoryError=MemoryError)
     cuda.MemoryPool, cuda.Stream, cuda.Event = _Pool, _Stream, _Stream
     cuda.Device = lambda _: SimpleNamespace(attributes=_SHARED)
     cuda.get_elapsed_time = _elapsed

@@ -90,7 +90,11 @@ _CPU_POWER: Final = Bound("4 + 2 * abs(log2(abs(r)))")
 #: Functions of CUDA's library that divide or take roots, which fast mode approximates.
 _LIBRARY: Final = Bounds(fast_cuda=Bound("8"))
 _CIRCULAR: Final = Bound("2", "select(abs(a) <= 6.28, 7e-7, 4e-5)", "abs(a) <= 314")
-
+_TANGENT: Final = Bound(
+    "2", "1e-6 * (1 + abs(r)) * (1 + abs(r))", "(abs(a) <= 6.28) & (abs(r) <= 1000)"
+)
+_POWER: Final = Bounds(precise_cuda=Bound("4"), fast_cpu=_CPU_POWER, fast_cuda=_CUDA_POWER)
+_LOGISTIC: Final = Bound("5 + 1.173 * abs(a)", where="abs(a) <= 87")
 #: CUDA's lgamma has only an absolute accuracy between its largest and its smallest negative zero.
 _OUTSIDE_ZEROS: Final = "(a < -11.001) | (a > -2.26)"
 
@@ -108,34 +112,22 @@ _BOUNDS: Final[Mapping[str, Bounds]] = {
     **dict.fromkeys(("asin", "acos", "atan", "cosh", "log1p", "expm1", "erf", "cbrt"), _LIBRARY),
     **dict.fromkeys(("log", "logabs"), Bounds(fast_cuda=_LOGARITHM)),
     **dict.fromkeys(("sin", "cos"), Bounds(fast_cuda=_CIRCULAR)),
-    "pow": Bounds(precise_cuda=Bound("4"), fast_cpu=_CPU_POWER, fast_cuda=_CUDA_POWER),
-    "powabs": Bounds(precise_cuda=Bound("4"), fast_cpu=_CPU_POWER, fast_cuda=_CUDA_POWER),
+    **dict.fromkeys(("pow", "powabs"), _POWER),
     "exp": Bounds(fast_cuda=Bound("2 + 1.173 * abs(a)")),
-    "tan": Bounds(
-        precise_cuda=Bound("4"),
-        fast_cuda=Bound(
-            "2", "1e-6 * (1 + abs(r)) * (1 + abs(r))", "(abs(a) <= 6.28) & (abs(r) <= 1000)"
-        ),
-    ),
+    "tan": Bounds(precise_cuda=Bound("4"), fast_cuda=_TANGENT),
     "atan2": Bounds(precise_cuda=Bound("3"), fast_cuda=Bound("8", where="abs(b) <= 8.5e37")),
     "sinh": Bounds(precise_cuda=Bound("3"), fast_cuda=Bound("8")),
     "tanh": Bounds(fast_cuda=Bound("8192")),
     "log2": Bounds(fast_cuda=Bound("2", "2.4e-7")),
     "log10": Bounds(fast_cuda=Bound("3", "6e-8")),
     "aq": Bounds(precise_cuda=Bound("4"), fast_cuda=Bound("4", where="abs(b) <= 1e19")),
-    "logistic": Bounds(
-        precise_cuda=Bound("3"),
-        fast_cpu=Bound("3"),
-        fast_cuda=Bound("5 + 1.173 * abs(a)", where="abs(a) <= 87"),
-    ),
+    "logistic": Bounds(precise_cuda=Bound("3"), fast_cpu=Bound("3"), fast_cuda=_LOGISTIC),
     # A remainder that is subnormal counts as 0 before b is added.
     "mod": Bounds(Bound("0"), Bound("0"), Bound("0"), Bound("0", where="abs(b) >= 2e-31")),
     "erfc": Bounds(precise_cpu=Bound("5"), precise_cuda=Bound("6"), fast_cuda=Bound("16")),
     "gamma": Bounds(precise_cpu=Bound("10"), precise_cuda=Bound("11"), fast_cuda=Bound("16")),
     "lgamma": Bounds(
-        precise_cpu=Bound("4"),
-        precise_cuda=Bound("6", where=_OUTSIDE_ZEROS),
-        fast_cuda=Bound("12", where=_OUTSIDE_ZEROS),
+        Bound("4"), Bound("6", where=_OUTSIDE_ZEROS), fast_cuda=Bound("12", where=_OUTSIDE_ZEROS)
     ),
     "plog": Bounds(precise_cuda=Bound("3"), fast_cuda=Bound("3")),
 }

@@ -8,14 +8,7 @@ from warpfit.calls.results import Fit
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.losses import Loss
-from warpfit.request import (
-    Accuracy,
-    Evaluation,
-    FitRequest,
-    FitSettings,
-    Method,
-    Tolerances,
-)
+from warpfit.request import Accuracy, Evaluation, FitRequest, FitSettings, Method, Tolerances
 from warpfit_server.engine.fit import driver
 from warpfit_server.engine.fit.driver import FitContext, optimize
 from warpfit_server.engine.interface import run_to_end
@@ -24,8 +17,7 @@ from warpfit_server.engine.interface import run_to_end
 def fit(dataset: Dataset, texts, starts, **options) -> Fit:
     """Fit texts from starts, with the options of `prepared`."""
     request, context = prepared(dataset, texts, starts, **options)
-    result = run_to_end(optimize(request, context))
-    return Fit.of(result, request)
+    return Fit.of(run_to_end(optimize(request, context)), request)
 
 
 def tight(accuracy: Accuracy, dtype="float64") -> dict[str, float]:

@@ -9,24 +9,23 @@ from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.losses import LossFunction
 from warpfit.request import Evaluation
-from warpfit_server.engine.interface import Engine, Outputs, run_to_end
+from warpfit_server.engine.interface import Outputs, run_to_end
 
 
 def derive(
-    engine, dataset, programs, parameters=None, *, row_loss=None, statistics=False, **options
-):
+    engine, dataset, programs, parameters=None, *,
+    row_loss=None, statistics=False, cancelled=False, **options,
+):  # fmt: skip
     """Evaluate with all derivatives (those of the loss if there is one)."""
-    loss = None if row_loss is None else LossFunction(row_loss, "sum")
-    cancelled = options.pop("cancelled", False)
-    evaluation = Evaluation(
-        dataset.content_id, Batch.of(programs, parameters), custom_loss=loss, jacobian=True,
-        gradient=loss is not None, variable_gradient=loss is not None, reductions=statistics,
-        **options,
-    )  # fmt: skip
+    options |= {"jacobian": True, "reductions": statistics}
+    if row_loss is not None:
+        options["custom_loss"] = LossFunction(row_loss, "sum")
+        options["gradient"] = options["variable_gradient"] = True
+    evaluation = Evaluation(dataset.content_id, Batch.of(programs, parameters), **options)
     return ask(engine, dataset, evaluation, cancelled=cancelled, moments=statistics)
 
 
-def ask(engine: Engine, dataset: Dataset, evaluation: Evaluation, **options: Any) -> Outputs:
+def ask(engine: Any, dataset: Dataset, evaluation: Evaluation, **options: Any) -> Outputs:
     """Evaluate into outputs as `outputs_for` allocates them."""
     evaluation.check(dataset.layout)
     outputs = outputs_for(evaluation, dataset.layout, **options)

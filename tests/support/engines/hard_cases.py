@@ -28,12 +28,8 @@ SLOW: Final = {
     "erf": mpmath.erf,
     "erfc": lambda x: mpmath.erfc(min(x, 30)),  # 1e-393 at 30
     "gamma": mpmath.gamma,
-    "lgamma": lambda x: (
-        mpmath.re(mpmath.loggamma(x)) if x > -9 else mpmath.log(abs(mpmath.gamma(x)))
-    ),
+    "lgamma": lambda x: mpmath.log(abs(mpmath.gamma(x))) if x <= -9 else mpmath.loggamma(x).real,
 }
-#: Pairs of each kind for operators of two or three operands.
-_PAIRS: Final = 20_000
 
 
 def near_multiples_of_half_pi(dtype: DTypeLike, count: int) -> Array:
@@ -47,7 +43,7 @@ def hard_operands(operator: Operator, dtype: DTypeLike) -> Array:
     single = _single(rng, np.dtype(dtype))
     if operator.arity == 1:
         return single[np.newaxis]
-    columns = [rng.permutation(single)[:_PAIRS] for _ in range(operator.arity)]
+    columns = [rng.permutation(single)[:20_000] for _ in range(operator.arity)]
     rows = [np.stack(columns)]
     if operator.arity == 2:
         rows += [_close_pairs(rng, columns[0]), _powers(rng, columns[0])]
@@ -71,10 +67,8 @@ def exact_values(operator: Operator, operands: Array) -> Array:
 
 def _by_mpmath(operator: Operator, x: float) -> np.longdouble:
     value = float(operator.numpy(x))
-    special = not np.isfinite(x) or (
-        operator.name not in ("erf", "erfc") and x <= 0 and x.is_integer()
-    )
-    if special or (operator.name == "gamma" and abs(x) > 1700):
+    is_pole = operator.name in ("gamma", "lgamma") and x <= 0 and x.is_integer()
+    if not np.isfinite(x) or is_pole or (operator.name == "gamma" and abs(x) > 1700):
         return _WIDE(value)
     with mpmath.workprec(150 if operator.name == "lgamma" else 80):
         return _WIDE(mpmath.nstr(SLOW[operator.name](x), 24))
@@ -85,9 +79,8 @@ def _neighbours(values: Array, dtype: DTypeLike) -> Array:
     kind = np.dtype(dtype).type
     with np.errstate(over="ignore", under="ignore"):
         middle = np.asarray(values).astype(kind)
-    return np.concatenate(
-        [np.nextafter(middle, -kind(np.inf)), middle, np.nextafter(middle, kind(np.inf))]
-    )
+    below, above = (np.nextafter(middle, kind(side)) for side in (-np.inf, np.inf))
+    return np.concatenate([below, middle, above])
 
 
 def _single(rng: np.random.Generator, dtype: np.dtype[Any]) -> Array:
@@ -116,9 +109,8 @@ def _single(rng: np.random.Generator, dtype: np.dtype[Any]) -> Array:
 def _close_pairs(rng: np.random.Generator, first: Array) -> Array:
     """Second operands of nearly the first's size, or of a size that makes the quotient extreme."""
     info = np.finfo(first.dtype)
-    exponents = rng.choice(
-        [0, 1, 30, info.maxexp, info.minexp, info.minexp - info.nmant], first.size
-    )
+    sizes = [0, 1, 30, info.maxexp, info.minexp, info.minexp - info.nmant]
+    exponents = rng.choice(sizes, first.size)
     with np.errstate(all="ignore"):
         factor = rng.uniform(0.5, 2, first.size) * rng.choice([-1, 1], first.size)
         second = first.astype(_WIDE) * factor * np.ldexp(_WIDE(1), -exponents)

@@ -184,9 +184,7 @@ def keeps_units(tree: Tree, request: SearchRequest) -> bool:
     units = request.units
     if units is None:
         return True
-    roots = np.array(
-        [dimensions([name], [], 1)[0] for name in ["m", "kg", "s", "A", "K", "mol", "cd"]]
-    )
+    roots = dimensions(["m", "kg", "s", "A", "K", "mol", "cd"], [], 7)
     known = [*(units.variables @ roots), 0.0]
     codes, values = map(np.array, flat([tree]))
     if units.dimensionless_constants:  # a variable that is a number takes the place of each
@@ -244,16 +242,13 @@ class Genes:
         if self._library is None:
             return int(_ON_CPU[name](*given) or 0)
         function = getattr(self._library, f"call_{name}")
-        function.restype = ctypes.c_uint64 if name in ("structure_hash", "tried_mark") else None
-        if function.restype is None:
-            function.restype = ctypes.c_int
-        as_c: list[Any] = []
-        for one in given:
-            if isinstance(one, np.ndarray):
-                as_c.append(ctypes.c_void_p(one.ctypes.data))
-            else:
-                as_c.append((ctypes.c_uint64 if isinstance(one, np.uint64) else ctypes.c_int)(one))
-        return int(function(*as_c))
+        is_word = name in ("structure_hash", "tried_mark")
+        function.restype = ctypes.c_uint64 if is_word else ctypes.c_int
+        kinds = {
+            np.ndarray: lambda one: ctypes.c_void_p(one.ctypes.data),
+            np.uint64: ctypes.c_uint64,
+        }
+        return int(function(*(kinds.get(type(one), ctypes.c_int)(one) for one in given)))
 
     def random(self, seed: int, generation: int = 1, formula: int = 0) -> np.ndarray:
         """Return a state of random numbers."""
@@ -264,11 +259,10 @@ class Genes:
     def simplify(self, grammar: np.ndarray, given: Sequence[Tree]) -> list[Tree] | None:
         """Simplify a genome, between tokens that are not its own."""
         own, values = flat(given)
-        place, length = 3, len(own)
+        place, work = 3, np.zeros(len(own), np.int32)
         codes, numbers = _room(own, values, place)
         before = codes.copy()
-        work = np.zeros(length, np.int32)
-        length = self.call("simplify", grammar, codes, numbers, place, length, work)
+        length = self.call("simplify", grammar, codes, numbers, place, len(own), work)
         assert 0 <= length <= len(own)
         outside = np.r_[:place, place + len(own) : len(codes)]
         np.testing.assert_array_equal(codes[outside], before[outside])

@@ -10,14 +10,7 @@ from warpfit.expressions import reference
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Result, Timings
 from warpfit_server.engine.evaluation import Finalizer
-from warpfit_server.engine.interface import (
-    MOMENTS,
-    Engine,
-    Linearisation,
-    Outputs,
-    Steps,
-    run_to_end,
-)
+from warpfit_server.engine.interface import MOMENTS, Linearisation, Outputs, Steps, run_to_end
 
 
 def reference_loss(kind, values, target, weights=None):
@@ -85,11 +78,8 @@ class NumpyEngine:
             losses.append(sums.loss)
             gradients.append(sums.gradient)
             curvatures.append(sums.curvature[np.tril_indices(len(sums.gradient))])
-        return Linearisation(
-            np.array(losses).reshape(-1, 1),
-            np.concatenate(gradients),
-            np.concatenate(curvatures) if curvature else None,
-        )
+        found = np.array(losses).reshape(-1, 1), np.concatenate(gradients)
+        return Linearisation(*found, np.concatenate(curvatures) if curvature else None)
 
 
 #: What the outputs hold before an evaluation: an engine must overwrite every element.
@@ -121,7 +111,7 @@ def outputs_for(evaluation, layout, *, cancelled=False, moments=None, ready=lamb
 class Evaluate:
     """Call an engine with arrays; loads each data set once and unloads them all at the end."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         self.engine = engine
         self._loaded: dict[bytes, Dataset] = {}
         self.announced: list[int] = []
@@ -132,9 +122,9 @@ class Evaluate:
             self._loaded[dataset.content_id] = dataset
         evaluation = Evaluation(dataset.content_id, Batch.of(programs, parameters), **options)
         evaluation.check(dataset.layout)
-        self.announced = []
-        given = {"cancelled": cancelled, "ready": self.announced.append}
-        outputs = outputs_for(evaluation, dataset.layout, **given)
+        self.announced, layout = [], dataset.layout
+        ready = self.announced.append
+        outputs = outputs_for(evaluation, layout, cancelled=cancelled, ready=ready)
         timings = run_to_end(self.engine.evaluate(evaluation, outputs))
         run_to_end(Finalizer().finalize(evaluation, dataset, outputs))
         return Result(outputs.values, outputs.losses, timings)

@@ -31,10 +31,8 @@ class Searches:
 
     def request(self, data: Dataset, operators=SIMPLE, rules=None, **options) -> SearchRequest:
         """Return a checked request of `SMALL`, as far as the options say nothing else."""
-        asked = SearchRequest(
-            data.content_id, operators=dict.fromkeys(operators, 1.0), rules=Rules(**(rules or {})),
-            **(SMALL | options),
-        )  # fmt: skip
+        given = {"operators": dict.fromkeys(operators, 1.0), "rules": Rules(**(rules or {}))}
+        asked = SearchRequest(data.content_id, **given, **(SMALL | options))
         asked.check(data.layout)
         return asked
 
@@ -58,12 +56,12 @@ class Searches:
 
 def front_of(found: SearchProgress) -> list[tuple[Any, ...]]:
     """Return what a front has, to be compared with another one."""
-    batch = found.front.batch
+    front, names = found.front, ("codes", "values", "parameters")
+    parts = [front.batch[k : k + 1] for k in range(len(front.batch))]
     return [
-        (int(size), float(loss), batch[k : k + 1].codes.tobytes(),
-         batch[k : k + 1].values.tobytes(), batch[k : k + 1].parameters.tobytes())
-        for k, (size, loss) in enumerate(zip(found.front.sizes, found.front.losses, strict=True))
-    ]  # fmt: skip
+        (int(size), float(loss), *(getattr(part, name).tobytes() for name in names))
+        for size, loss, part in zip(front.sizes, front.losses, parts, strict=True)
+    ]
 
 
 def programs_of(batch: Batch) -> list[tuple[Program, Floats]]:

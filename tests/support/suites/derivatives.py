@@ -71,31 +71,22 @@ def assert_close(got, want, tolerance: float, scale=None) -> None:
     assert worst.max(initial=0) <= tolerance, np.unravel_index(worst.argmax(), worst.shape)
 
 
-# ------------------------------------------------------------------------- derivatives of values
-
-
-def operand_rows(arity: int, dtype: str) -> np.ndarray:
-    """Ordinary operands [arity, rows], of all signs and many sizes."""
-    rng = np.random.default_rng(arity)
-    wide = rng.normal(size=(arity, 1500)) * 10.0 ** rng.uniform(-2, 2, size=(arity, 1500))
-    near = rng.uniform(-1, 1, size=(arity, 1500))
-    return np.concatenate([wide, near], axis=1).astype(dtype).astype(float)
-
-
 def by_operands(name: str) -> tuple[Program, np.ndarray]:
     """The operator over sums of a variable and a parameter that is 0."""
     arity = OPERATORS[name].arity
-    operands = [
-        Program.apply("add", Program.variable(k), Program.parameter(k)) for k in range(arity)
-    ]
-    return Program.apply(name, *operands), np.zeros(arity)
+    operands = ", ".join(f"x{k} + p{k}" for k in range(1, arity + 1))
+    return parse(f"{name}({operands})"), np.zeros(arity)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator(engine, name, flavour):
+    """At ordinary operands, of all signs and many sizes."""
     dtype, precision, tolerance = flavour
-    columns = operand_rows(OPERATORS[name].arity, dtype)
     program, zeros = by_operands(name)
+    rng, shape = np.random.default_rng(len(zeros)), (len(zeros), 1500)
+    wide = rng.normal(size=shape) * 10.0 ** rng.uniform(-2, 2, size=shape)
+    near = rng.uniform(-1, 1, size=shape)
+    columns = np.concatenate([wide, near], axis=1).astype(dtype).astype(float)
     data = Dataset.of(columns.T, dtype=dtype)
     got = derive(engine, data, [program], [zeros], precision=precision).jacobian
     values, want = differentiate(program, columns, zeros)
@@ -113,17 +104,18 @@ def test_every_operator(engine, name, flavour):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_edge_values_stay_in_their_rows(engine, name, dtype):
     """Where operands are infinite, NaN, 0 or subnormal, other rows are what they are without."""
-    arity = OPERATORS[name].arity
-    rng = np.random.default_rng(1)
-    plain = rng.uniform(0.3, 0.9, size=(arity, 200)).astype(dtype)
-    edgy = plain.copy()
-    rows = rng.choice(200, size=60, replace=False)
-    edgy[:, rows] = rng.choice(edge_values(dtype), size=(arity, 60)).astype(dtype)
     program, zeros = by_operands(name)
-    clean = derive(engine, Dataset.of(plain.T, dtype=dtype), [program], [zeros]).jacobian
-    mixed = derive(engine, Dataset.of(edgy.T, dtype=dtype), [program], [zeros]).jacobian
-    others = np.setdiff1d(np.arange(200), rows)
-    np.testing.assert_array_equal(mixed[:, others], clean[:, others])
+    rng = np.random.default_rng(1)
+    plain = rng.uniform(0.3, 0.9, size=(len(zeros), 200)).astype(dtype)
+    edgy, rows = plain.copy(), rng.choice(200, size=60, replace=False)
+    edgy[:, rows] = rng.choice(edge_values(dtype), size=(len(zeros), 60)).astype(dtype)
+    clean, mixed = (
+        np.delete(
+            derive(engine, Dataset.of(X.T, dtype=dtype), [program], [zeros]).jacobian, rows, 1
+        )
+        for X in (plain, edgy)
+    )
+    np.testing.assert_array_equal(mixed, clean)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -134,9 +126,8 @@ def test_edge_values_are_special_where_the_reference_is(engine, name):
     program, zeros = by_operands(name)
     got = derive(engine, Dataset.of(columns.T, dtype="float64"), [program], [zeros]).jacobian
     _, want = differentiate(program, columns, zeros)
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-    np.testing.assert_array_equal(got == 0, want == 0)
-    np.testing.assert_array_equal(np.isinf(got), np.isinf(want))
+    for is_special in (np.isnan, np.isinf, np.logical_not):
+        np.testing.assert_array_equal(is_special(got), is_special(want))
 
 
 #: Functions of |a| as operators and spelled out, and powers: derivatives at 0 are conventions.
@@ -152,19 +143,16 @@ def test_conventions_at_zero_are_the_references(engine, dtype):
     points = np.array(list(np.ndindex(*[6] * 3))).T
     columns = np.array([0.0, -0.0, 1.0, -1.0, 2.0, 0.5])[points]
     data = Dataset.of(columns.T, dtype=dtype)
-    texts = [re.sub(r"p(\d)", r"(x\1 + p\1)", text) for text in CONVENTIONS]
-    written = [parse(text) for text in texts]
-    counts = [program.parameters for program in written]
-    zeros = [np.zeros(count) for count in counts]
+    written = [parse(re.sub(r"p(\d)", r"(x\1 + p\1)", text)) for text in CONVENTIONS]
+    zeros = [np.zeros(program.parameters) for program in written]
     jacobian = derive(engine, data, written, zeros).jacobian
-    got = np.split(jacobian, np.cumsum(counts)[:-1])
+    got = np.split(jacobian, np.cumsum([*map(len, zeros)])[:-1])
     for program, zero, slopes in zip(written, zeros, got, strict=True):
         _, want = differentiate(program, columns, zero)
         np.testing.assert_allclose(slopes, want, rtol=1e-5)
     for operator, spelled in ((0, 1), (2, 3), (4, 5)):
         np.testing.assert_allclose(got[operator], got[spelled], rtol=1e-5)
-        at_zero = columns[0] == 0
-        assert not got[operator][:, at_zero].any()
+        assert not got[operator][:, columns[0] == 0].any()
 
 
 NICE = ("add", "sub", "mul", "neg", "sin", "cos", "atan", "square", "aq", "logistic", "max", "fma")
@@ -197,24 +185,18 @@ def test_the_branch_not_taken_is_not_seen(engine):
     np.testing.assert_allclose(got.gradients, got.jacobian.sum(axis=1))
 
 
-# ----------------------------------------------------------------- losses, gradients, curvatures
-
-
 @pytest.mark.parametrize(
     ("loss", "weights", "rows"), covering_first(list(LOSSES), [False, True], [1, 5000])
 )
 def test_linearisation(engine, loss, weights, flavour, rows):
     dtype, precision, tolerance = flavour
     data = make_dataset(rows, dtype, weights=weights)
-    given_programs, vectors = smooth_programs()
-    batch = given_programs, vectors, LOSSES[loss]
+    batch = *smooth_programs(), LOSSES[loss]
     got = linearise(engine, data, *batch, precision=precision)
     want = linearise(NumpyEngine(data), data, *batch)
-    assert_close(got.losses, want.losses, tolerance, np.abs(want.losses) + 1e-3 * rows)
-    size = np.abs(want.gradients) + 0.1 * rows
-    assert_close(got.gradients, want.gradients, tolerance, size)
-    size = np.abs(want.curvatures) + 0.1 * rows
-    assert_close(got.curvatures, want.curvatures, tolerance, size)
+    for name, least in (("losses", 1e-3), ("gradients", 0.1), ("curvatures", 0.1)):
+        size = np.abs(getattr(want, name)) + least * rows
+        assert_close(getattr(got, name), getattr(want, name), tolerance, size)
     alone = linearise(engine, data, *batch, precision=precision, curvature=False)
     assert alone.curvatures is None
     np.testing.assert_array_equal(alone.gradients, got.gradients)
@@ -228,7 +210,7 @@ def test_a_loss_that_is_a_part_of_the_program(engine, first, second):
     """It stands before the result, where marks of another program may have been left."""
     data = make_dataset(40)
     programs = [parse(first), parse(second)]
-    vectors = [np.full(1 if "p1" in text else 0, 1.5) for text in (first, second)]
+    vectors = [np.full(program.parameters, 1.5) for program in programs]
     got = linearise(engine, data, programs, vectors, parse("0.5"))
     np.testing.assert_array_equal(got.losses, 20.0)
     np.testing.assert_array_equal(got.gradients, 0.0)
@@ -236,17 +218,14 @@ def test_a_loss_that_is_a_part_of_the_program(engine, first, second):
 
 @pytest.mark.parametrize("bounds", [(0, 1), (3, 2900), (1023, 1025), (2999, 3000)])
 def test_row_ranges(engine, bounds):
-    data = make_dataset(3000, weights=True)
-    part = slice(*bounds)
+    data, part, batch = make_dataset(3000, weights=True), slice(*bounds), smooth_programs()
     matrix = data.matrix[:, part]
     smaller = Dataset.of(matrix[:4].T, matrix[4], matrix[5], dtype="float64")
-    batch = *smooth_programs(), losses.SQUARES
-    got = linearise(engine, data, *batch, rows=bounds)
-    want = linearise(engine, smaller, *batch)
+    got = linearise(engine, data, *batch, losses.SQUARES, rows=bounds)
+    want = linearise(engine, smaller, *batch, losses.SQUARES)
     for name in ("losses", "gradients", "curvatures"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-12)
-    outputs = derive(engine, data, *smooth_programs(), rows=bounds)
-    full = derive(engine, data, *smooth_programs())
+    outputs, full = (derive(engine, data, *batch, rows=rows) for rows in (bounds, None))
     np.testing.assert_array_equal(outputs.jacobian, full.jacobian[:, part])
 
 
@@ -257,16 +236,16 @@ def test_parameter_vectors(engine):
     blocks = np.random.default_rng(4).uniform(0.3, 1.5, size=(len(given_programs), 3, 4))
     got = linearise(engine, data, given_programs, list(blocks), losses.SQUARES)
     outputs = derive(engine, data, given_programs, list(blocks), row_loss=losses.SQUARES)
-    gradients = got.gradients.reshape(-1, 3, 4)
-    curvatures = got.curvatures.reshape(-1, 3, 10)
-    jacobian = outputs.jacobian.reshape(-1, 3, 4, 2000)
     for k in range(3):
-        one = linearise(engine, data, given_programs, list(blocks[:, k]), losses.SQUARES)
-        np.testing.assert_array_equal(got.losses[:, k], one.losses[:, 0])
-        np.testing.assert_array_equal(gradients[:, k].ravel(), one.gradients)
-        np.testing.assert_array_equal(curvatures[:, k].ravel(), one.curvatures)
-        alone = derive(engine, data, given_programs, list(blocks[:, k]))
-        np.testing.assert_array_equal(jacobian[:, k].reshape(-1, 2000), alone.jacobian)
+        batch = given_programs, list(blocks[:, k])
+        one = linearise(engine, data, *batch, losses.SQUARES)
+        alone = derive(engine, data, *batch)
+        for whole, own in (
+            *((got.losses, one.losses), (got.gradients, one.gradients)),
+            *((got.curvatures, one.curvatures), (outputs.jacobian, alone.jacobian)),
+        ):
+            parts = whole.reshape(len(blocks), 3, -1)
+            np.testing.assert_array_equal(parts[:, k].ravel(), own.ravel())
     np.testing.assert_array_equal(outputs.gradients, got.gradients)
     np.testing.assert_array_equal(outputs.losses, got.losses)
 
@@ -279,12 +258,9 @@ def test_a_selection_of_programs_gives_the_bits_of_the_programs_alone(engine, lo
     engine.load(data)
 
     def run(chosen: Batch, selection: Selection | None = None) -> Linearisation:
+        options = {"curvature": True, "cancelled": np.zeros(1, np.uint8), "selection": selection}
         evaluation = Evaluation(data.content_id, chosen)
-        flag = np.zeros(1, dtype=np.uint8)
-        steps = engine.linearise(
-            evaluation, LOSSES[loss], curvature=True, cancelled=flag, selection=selection
-        )
-        return run_to_end(steps)
+        return run_to_end(engine.linearise(evaluation, LOSSES[loss], **options))
 
     for indices in (np.arange(len(batch)), np.arange(0, len(batch), 2), np.array([1, 1])):
         for scale in (1.0, 0.75):
@@ -301,18 +277,17 @@ def test_sums_are_accurate_at_a_million_rows(engine):
     data = Dataset.of(x[:, None], np.full(rows, 1000.0), dtype="float32")
     got = linearise(engine, data, [parse("p1 * x1 + p2")], [[2.0, 3.0]], losses.SQUARES)
     exact = x.astype(np.longdouble)
-    products = [np.sum(exact * exact), np.sum(exact), rows]
-    np.testing.assert_allclose(got.curvatures, np.array(products, dtype=float), rtol=1e-13)
+    products = np.array([np.sum(exact * exact), np.sum(exact), rows], dtype=float)
+    np.testing.assert_allclose(got.curvatures, products, rtol=1e-13)
 
 
 def test_many_parameters(engine):
     """More columns than a tile has, and more parameters than rows."""
     program = parse(" + ".join(f"p{k} * sin({k} * x1)" for k in range(1, 12)))
-    vector = np.linspace(0.1, 1.1, 11)
+    batch = [program], [np.linspace(0.1, 1.1, 11)], losses.SQUARES
     for rows in (3, 700):
         data = make_dataset(rows)
-        got = linearise(engine, data, [program], [vector], losses.SQUARES)
-        want = linearise(NumpyEngine(data), data, [program], [vector], losses.SQUARES)
+        got, want = (linearise(each, data, *batch) for each in (engine, NumpyEngine(data)))
         np.testing.assert_allclose(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(got.curvatures, want.curvatures, rtol=1e-9, atol=1e-9)
 
@@ -332,20 +307,18 @@ def test_long_invariants(engine, leaning):
         term = Program.apply("sin", Program.apply("mul", pair[k % 2], Program.constant(k)))
         operands = [program, term]
         program = Program.apply("sub", *operands[:: 1 if leaning == "left" else -1])
-    program = Program.apply("mul", program, Program.variable(0))
+    batch = [Program.apply("mul", program, Program.variable(0))], [[0.5, 1.5]], losses.SQUARES
     data = make_dataset(10)
-    got = linearise(engine, data, [program], [[0.5, 1.5]], losses.SQUARES)
-    want = linearise(NumpyEngine(data), data, [program], [[0.5, 1.5]], losses.SQUARES)
+    got, want = (linearise(each, data, *batch) for each in (engine, NumpyEngine(data)))
     np.testing.assert_allclose(got.gradients, want.gradients, rtol=1e-9)
 
 
 @pytest.mark.parametrize("wish", ["gradient", "jacobian", "variable_gradient"])
 def test_derivatives_asked_for_alone(engine, wish):
-    data = make_dataset(1200)
-    given_programs, vectors = smooth_programs()
-    batch = Batch.of(given_programs, vectors)
-    everything = derive(engine, data, given_programs, vectors, row_loss=losses.SQUARES)
-    asked = Evaluation(data.content_id, batch, loss=Loss.SSE, values=False, **{wish: True})
+    data, batch = make_dataset(1200), smooth_programs()
+    everything = derive(engine, data, *batch, row_loss=losses.SQUARES)
+    wished = {"loss": Loss.SSE, "values": False, wish: True}
+    asked = Evaluation(data.content_id, Batch.of(*batch), **wished)
     alone, field = ask(engine, data, asked), wish if wish == "jacobian" else wish + "s"
     np.testing.assert_array_equal(getattr(alone, field), getattr(everything, field))
     np.testing.assert_array_equal(alone.losses, everything.losses)

@@ -54,21 +54,17 @@ def test_a_loss_is_the_same_in_all_ways(engine, flavour, loss_errors, name, weig
     dtype, precision, _ = flavour
     loss = ALL_LOSSES[name]
     data = make_dataset(rows, dtype, weights=weights)
-    texts = ["p1 * exp(-p2 * x1) + 2", "x1 + x2 + 0.5", "p1 * x3 + p2 / x4"]
-    vectors = [[0.7, 1.3], [], [0.3, 0.1]]
-    batch = Batch.of(list(map(parse, texts)), vectors)
+    texts = {"p1 * exp(-p2 * x1) + 2": [0.7, 1.3], "x1 + x2 + 0.5": [], "p1*x3 + p2/x4": [0.3, 0.1]}
+    batch = Batch.of([*map(parse, texts)], [*texts.values()])
     asked = {"precision": precision}
     alone = evaluated(engine, data, batch, loss, **asked)
     others = [evaluated(engine, data, batch, loss, gradient=True, **asked)]
-    singles = [Batch.of([parse(t)], [v]) for t, v in zip(texts, vectors, strict=True)]
+    singles = [batch[k : k + 1] for k in range(3)]
     others.append(np.concatenate([evaluated(engine, data, one, loss, **asked) for one in singles]))
+    evaluation, row_loss = Evaluation(data.content_id, batch, **asked), losses.as_function(loss).row
     for curvature in (False, True):
-        steps = engine.linearise(
-            Evaluation(data.content_id, batch, **asked),
-            losses.as_function(loss).row, curvature=curvature, cancelled=np.zeros(1, np.uint8),
-        )  # fmt: skip
-        got = run_to_end(steps)
-        others.append(got.losses[:, 0])
+        options = {"curvature": curvature, "cancelled": np.zeros(1, np.uint8)}
+        others.append(run_to_end(engine.linearise(evaluation, row_loss, **options)).losses[:, 0])
     assert np.isfinite(alone).all()
     for other in others:
         np.testing.assert_allclose(other, alone, rtol=loss_errors.asked_otherwise)
@@ -84,8 +80,7 @@ def test_small_differences_keep_their_digits(engine, loss_errors, name, dtype, s
     f = rng.uniform(0.2, 2, size=3_000).astype(dtype)
     if dtype == "float32" and size < 1e-7:
         f *= np.float32(1e-3)
-    y = (f + size * rng.normal(size=3_000)).astype(dtype)
-    y = np.abs(y)
+    y = np.abs((f + size * rng.normal(size=3_000)).astype(dtype))
     loss = ALL_LOSSES.get(name) or losses.LossFunction.parse("log1p(d^2) + 0.1*abs(d)", "sum")
     data = Dataset.of(f[:, None], y, rng.uniform(0.5, 2, size=3_000).astype("f4"), dtype=dtype)
     batch = Batch.of([parse("x1")])
@@ -152,9 +147,10 @@ def test_reductions_and_moments(engine, weights, dtype, rows):
 def test_values_that_are_not_numbers_are_counted(engine):
     x = np.arange(3000.0)
     x[5], x[2500] = np.inf, np.nan
-    data, program = Dataset.of(x[:, None], np.ones(3000), dtype="float64"), [parse("x1")]
-    found = derive(engine, data, program, statistics=True, rows=(0, 2000)).reductions[0, 0]
-    assert found[2:].tolist() == [0.0, np.inf, 1.0]
-    found = derive(engine, data, program, statistics=True, rows=(2000, 3000)).reductions[0, 0]
-    assert np.isnan(found[:4]).all()
-    assert found[4] == 1.0
+    data = Dataset.of(x[:, None], np.ones(3000), dtype="float64")
+    one, other = (
+        derive(engine, data, [parse("x1")], statistics=True, rows=rows).reductions[0, 0].tolist()
+        for rows in ((0, 2000), (2000, 3000))
+    )
+    assert one[2:] == [0.0, np.inf, 1.0]
+    np.testing.assert_array_equal(other, [np.nan] * 4 + [1.0])

@@ -3,6 +3,7 @@
 import os
 import weakref
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -59,8 +60,7 @@ def flavour():
 
 @pytest.fixture(scope="module")
 def batch():
-    drawn, parameters = thesis_mix(1, 24, variables=4)
-    return drawn, parameters
+    return thesis_mix(1, 24, variables=4)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,8 @@ def test_values_and_losses_are_numpys_in_any_pieces(engine, batch, monkeypatch, 
     for index, (program, vector) in enumerate(zip(*batch, strict=True)):
         values = evaluate_program(program, data.variables[:, rows], vector)
         if np.isfinite(values).all() and np.abs(values).max() < 1e6:
-            np.testing.assert_allclose(
-                whole.values[index, 0], values, rtol=tolerance, atol=tolerance
-            )
+            limits = {"rtol": tolerance, "atol": tolerance}
+            np.testing.assert_allclose(whole.values[index, 0], values, **limits)
             loss = reference_loss(Loss.MSE, values, data.target[rows], data.weights[rows])
             np.testing.assert_allclose(whole.losses[index], loss, rtol=10 * tolerance)
 
@@ -120,11 +119,9 @@ def test_what_cannot_be_evaluated_is_named(engine):
 
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_loss_of_ones_own_is_the_references(engine, batch, gradient):
-    data = make_dataset(130, weights=True)
-    asked = Evaluation(
-        data.content_id, Batch.of(*batch), values=False, gradient=gradient,
-        custom_loss=LossFunction(huber(0.5).row, Closing.SUM),
-    )  # fmt: skip
+    data, loss = make_dataset(130, weights=True), LossFunction(huber(0.5).row, Closing.SUM)
+    options = {"values": False, "gradient": gradient, "custom_loss": loss}
+    asked = Evaluation(data.content_id, Batch.of(*batch), **options)
     wanted = reference.evaluate(asked, data)
     np.testing.assert_allclose(ask(engine, data, asked).losses, wanted.losses, rtol=1e-9)
 
@@ -132,8 +129,8 @@ def test_a_loss_of_ones_own_is_the_references(engine, batch, gradient):
 @pytest.mark.parametrize("gradient", [False, True])
 def test_others_have_their_turns_while_long_work_runs(engine, batch, monkeypatch, gradient):
     data, losses = make_dataset(ROWS, weights=True), {"values": False, "loss": Loss.MSE}
-    engine.load(data)
     asked = Evaluation(data.content_id, Batch.of(*batch), gradient=gradient, **losses)
+    engine.load(data)
 
     def outputs_and_turns():
         outputs = outputs_for(asked, data.layout)
@@ -178,17 +175,11 @@ def test_parts_of_a_request_give_its_losses(engine, batch):
 
 def test_gradients_of_a_batch_that_comes_again_are_lowered_twice(engine, batch, monkeypatch):
     """The first time it may never come again; from the second on its code is kept."""
-    data, lowered = make_dataset(130), []
+    data, sent = make_dataset(130), []
     engine.load(data)
     lowering = engine._derivatives.result()._lowering
-    lower = lowering.lower
-
-    def counted(one, *given, **how):
-        lowered.append(len(one))
-        return lower(one, *given, **how)
-
-    monkeypatch.setattr(lowering, "lower", counted)
-    sent = []
+    lower = Mock(side_effect=lowering.lower)
+    monkeypatch.setattr(lowering, "lower", lower)
     for programs in (batch[0][:10], batch[0][10:]):
         own = Batch.of(programs, [np.ones(program.parameters) for program in programs])
         asked = Evaluation(data.content_id, own, values=False, loss=Loss.MSE, gradient=True)
@@ -197,7 +188,7 @@ def test_gradients_of_a_batch_that_comes_again_are_lowered_twice(engine, batch, 
     for parts in (sent[:1], sent, sent, sent, sent[1:]):
         own = replace(asked, batch=SharedBatch(parts, 1), tier=Tier.INTERPRETER)
         run_to_end(engine.evaluate(own, outputs_for(own, data.layout)))
-    assert lowered == [10, 10, 14, 14]
+    assert [len(call.args[0]) for call in lower.mock_calls] == [10, 10, 14, 14]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -213,9 +204,8 @@ def test_segments_are_page_locked_as_long_as_they_are_mapped(engine, monkeypatch
 
     monkeypatch.setattr(device, "_stays_pageable", False)
     monkeypatch.setattr(runtime, "hostRegister", register)
-    monkeypatch.setattr(
-        runtime, "hostUnregister", lambda address: locked.remove((address, 1 << 20))
-    )
+    unregister = Mock(side_effect=lambda address: locked.remove((address, 1 << 20)))
+    monkeypatch.setattr(runtime, "hostUnregister", unregister)
     locks = PageLocks(device)
     for _ in range(2):
         mapped = Segment.received(1, os.dup(segment.descriptor), segment.size)
@@ -228,6 +218,4 @@ def test_segments_are_page_locked_as_long_as_they_are_mapped(engine, monkeypatch
         assert locked == []
     locks.close()
     told = [record for record in caplog.records if "pageable" in record.message]
-    assert [record.levelname for record in told if record.levelname != "DEBUG"] == (
-        ["WARNING"] if fails else []
-    )
+    assert [r.levelname for r in told if r.levelname != "DEBUG"] == ["WARNING"] * fails

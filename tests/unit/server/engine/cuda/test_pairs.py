@@ -27,14 +27,13 @@ from warpfit_server.engine.search.library import Fit
 def weigher(request):
     with pytest.MonkeyPatch.context() as patch:
         install(patch)
-        for name, size in {"_LEFT_TILE": 64, "_RIGHT_TILE": 96, "_CAPACITY": 96}.items():
+        sizes = {"_LEFT_TILE": 64, "_RIGHT_TILE": 96, "_CAPACITY": 96, "_BLOCKS": 3}
+        for name, size in sizes.items():
             patch.setattr(colony, name, size)
-        patch.setattr(colony, "_BLOCKS", 3)
         if not request.param:
             patch.setattr(colony, "_HAVE_DOUBLES", frozenset())
-        weigher = CudaWeigher(CudaDevice())
-        yield weigher
-        weigher.close()
+        with closing(CudaWeigher(CudaDevice())) as weigher:
+            yield weigher
 
 
 @pytest.mark.parametrize("is_product", [True, False])
@@ -67,16 +66,14 @@ def test_memory_is_what_was_said(weigher):
 
 @pytest.fixture(scope="module")
 def host():
-    searches = HostSearches(1)
-    yield searches
-    searches.close()
+    with closing(HostSearches(1)) as searches:
+        yield searches
 
 
 @pytest.fixture(scope="module")
 def engine():
-    engine = CpuEngine(threads=1)
-    yield engine
-    engine.close()
+    with closing(CpuEngine(threads=1)) as engine:
+        yield engine
 
 
 def data() -> Dataset:

@@ -4,6 +4,7 @@ The kernels run on this machine's CPU, without contraction, so that both have th
 """
 
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -46,23 +47,19 @@ def test_bounds_and_fixed_parameters_are_kept(engine):
 
 @pytest.mark.parametrize("ticks", [pytest.param(1, marks=pytest.mark.thorough), 40])
 def test_a_search_goes_on_where_a_launch_has_stopped(engine, monkeypatch, ticks):
-    launches = []
-    launch = tier.run
-    monkeypatch.setattr(tier, "run", lambda *given: launches.append(1) or launch(*given))
+    launch = Mock(side_effect=tier.run)
+    monkeypatch.setattr(tier, "run", launch)
     monkeypatch.setattr(tier, "_TICKS", ticks)
     own, other, _ = both(engine, make_dataset())
     assert_same(own, other)
-    assert len(launches) > 2
+    assert launch.call_count > 2
 
 
 @pytest.mark.thorough
 def test_many_searches_run_in_parts(engine, monkeypatch):
     """Each with state that the device has room for."""
     monkeypatch.setattr(tier, "_MOST_STATE", 1_000)
-    seen = []
-    options = {"restarts": 1, "all_starts": True, "report": seen.append}
-    own, other, _ = both(engine, make_dataset(), **options)
-    assert_same(own, other)
+    assert_same(*both(engine, make_dataset(), restarts=1, all_starts=True)[:2])
 
 
 def test_what_is_not_small_goes_the_other_way(engine):
@@ -92,17 +89,13 @@ def test_a_deadline_leaves_each_search_evaluated(begin):
 
 
 def test_a_cancelled_fit_ends_between_launches(begin):
-    seen = []
-
-    def cancel(progress):
-        seen.append(progress)
-        context.cancelled[0] = 1
-
-    request, context = begin(report=cancel)
+    report = Mock(side_effect=lambda _: context.cancelled.fill(1))
+    request, context = begin(report=report)
     with pytest.raises(CancelledError):
         run_to_end(optimize(request, context))
-    assert len(seen) == 1
-    assert 0 < seen[0].active <= seen[0].searches == len(TEXTS)
+    (seen,) = report.call_args.args
+    assert 0 < seen.active <= seen.searches == len(TEXTS)
+    report.assert_called_once()
 
 
 def test_an_invalid_program_is_named(engine):

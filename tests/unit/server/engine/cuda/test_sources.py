@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from importlib import resources
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -29,23 +29,11 @@ from warpfit_server.engine.native.intrinsics import inlined
 
 F, P, D = Arithmetic.FAST, Arithmetic.PRECISE, Arithmetic.DOUBLE
 #: The interpreter's variant by architecture; few rows a thread assemble sooner.
-INTERPRETED = {
-    75: launches.Variant(D, 2),
-    86: launches.Variant(P, 4),
-    89: launches.Variant(F, 4),
-    100: launches.Variant(F, 4),
-}
+INTERPRETED = {75: (D, 2), 86: (P, 4), 89: (F, 4), 100: (F, 4)}
 #: That of derivatives, which takes fewer rows, and whether programs spill.
-DIFFERENTIATED = {
-    80: (launches.Variant(P, 2), True),
-    90: (launches.Variant(F, 2), True),
-    120: (launches.Variant(D, 1), False),
-}
+DIFFERENTIATED = {80: (P, 2, True), 90: (F, 2, True), 120: (D, 1, False)}
 #: That of a search's colony, and the width of its genomes.
-COLONIES = {
-    **{75: (launches.Variant(D, 2), 128), 86: (launches.Variant(F, 4), 64)},
-    **{90: (launches.Variant(F, 4), 256), 120: (launches.Variant(D, 2), 256)},
-}
+COLONIES = {75: (D, 2, 128), 86: (F, 4, 64), 90: (F, 4, 256), 120: (D, 2, 256)}
 #: Each kind of kernel once.
 USUAL = (75, 90)
 ALL = [
@@ -64,12 +52,13 @@ def test_kernels_assemble(architecture):
     sources = [] if architecture == USUAL[0] else others
     if architecture in INTERPRETED:
         kernels = ("interpret", "evaluate_slots", "sum_partials")
-        sources.append((launches.interpreter_source(INTERPRETED[architecture]), kernels))
+        variant = launches.Variant(*INTERPRETED[architecture])
+        sources.append((launches.interpreter_source(variant), kernels))
     if architecture in DIFFERENTIATED:
-        variant, spills = DIFFERENTIATED[architecture]
+        *variant, spills = DIFFERENTIATED[architecture]
         kernels = ("linearise", "evaluate_invariants", "combine", "measure")
         kernels += () if spills else ("fit",)
-        sources.append((derivative_source(variant, spills=spills), kernels))
+        sources.append((derivative_source(launches.Variant(*variant), spills=spills), kernels))
     for source, kernels in sources:
         assert_assembles(source, architecture, kernels)
 
@@ -79,7 +68,8 @@ def test_kernels_assemble(architecture):
     [pytest.param(one, marks=() if one == 86 else pytest.mark.thorough) for one in COLONIES],
 )
 def test_kernels_of_a_colony_assemble(architecture):
-    source = colony.colony_source(*COLONIES[architecture])
+    *variant, width = COLONIES[architecture]
+    source = colony.colony_source(launches.Variant(*variant), width)
     assert_assembles(source, architecture, colony.KERNELS)
 
 
@@ -146,15 +136,12 @@ def test_statistics_have_as_many_numbers_as_their_memory():
     assert np.dtype(np.float64).itemsize * derivatives.NODE_STATISTICS == 112
 
 
-# Tests of genomes and of small fits compare the language of kernels with Python.
-
-
 Floats = NDArray[np.float64]
 
 
 @inlined
 def example(table: Floats, scale: float) -> float:
-    """Words that the translator knows and no kernel has at present."""
+    """Words of the language that no kernel has at present; tests of genomes compare the others."""
     total, count, found = 0.0, 0, False
     for i in range(0, table.shape[1], 2):
         if table[0, i] < 0.0 < scale and not found:
@@ -217,19 +204,13 @@ OTHERS = {"launches max_slots", "lowering lower_chunk"}
 
 def test_parts_load_all_functions_that_the_engine_calls():
     """The engine would compile any other function itself, for up to 20 s with Python's lock."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     # Compiling a function compiles those that it calls; loading its code does not load theirs.
     assert set(done.stdout.splitlines()) <= OTHERS
 
 
 def test_modules_are_loaded_by_the_function_that_a_part_compiles():
     kernel_store.load()
-    device = SimpleNamespace(
-        use=lambda: None,
-        functions=np.zeros(1, DRIVER),
-        cupy=SimpleNamespace(cuda=SimpleNamespace()),
-    )
-    assert kernel_store.load_modules(device, []) == []
+    assert kernel_store.load_modules(Mock(functions=np.zeros(1, DRIVER)), []) == []
     assert len(kernel_store._load.signatures) == 1

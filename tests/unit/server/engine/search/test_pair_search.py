@@ -78,6 +78,8 @@ LAWS = "1/(x1 + 2*square(x2))", "asin(x1/(5*x2))", "x3*(x1 - x2)*(sin(x1) + 2.5)
         *((text, 1e-12, {}) for text in LAWS),
         # A plain formula has its slope and intercept in it.
         *((text, 1e-12, {"form": Form.PLAIN}) for text in ("2.5*x1*sin(x2) + 3", LAWS[0], "x1/x2")),
+        # The library has no 1/f of this f, but f.
+        ("sin(x2) + 2.5/(square(x3) + square(x1))", 1e-12, {}),
         # Factors inside of functions are found up to a fit.
         ("square(x3)*(exp(0.37*x1*x2/x3) + 2)", 1e-6, {"size": 1_800}),
     ],
@@ -184,10 +186,13 @@ def test_sums_take_terms_one_after_the_other_and_stop_where_noise_begins(weigher
     assert best.terms == 3
     values = np.vstack([computed(best.formula), np.ones(60)])
     assert np.linalg.lstsq(values.T, law)[1][0] < 60 * 0.06**2
-    # Parts of other formulas are terms, too.
+    # Parts of other formulas are terms, too, and the formulas are paired.
     target = reference.evaluate_program(parse("sin(x1 + exp(3.7*x2))*2 + x3"), X)
     other = Population.of([parse("sqrt(2 - sin(x1 + exp(3.7*x2)))"), parse("x1")])
-    assert min(s.score for s in run_to_end(search_of(weigher, target).sums(other))) < -500
+    search = search_of(weigher, target)
+    assert min(s.score for s in run_to_end(search.sums(other))) < -500
+    paired = run_to_end(search.step(Population.of([parse("sin(x1 + exp(3.7*x2))")])))
+    assert unexplained(paired, target) < 1e-12
 
 
 def test_libraries_are_short_and_have_products_sums_and_functions():
@@ -218,6 +223,16 @@ def test_factors_are_the_variables_that_a_target_is_a_product_of_powers_in():
     target = X[0] ** 2 / np.sqrt(X[1]) * (1.0 + np.sin(X[2])) * noise
     assert factor_exponents(X, target, WEIGHTS) == {0: 2.0, 1: -0.5}
     assert factor_exponents(X, [1.0, 2.0, 3.0] @ X, WEIGHTS) == {}
+
+
+def test_the_first_of_equal_pairs_are_kept_whatever_tiles_they_are_in(weigher):
+    left, right, rng = drawn(3, 1, 1, 64)
+    weights = np.full(64, 1 / 64)
+    fit = Fit.of(standardised(rng.normal(size=64), weights), weights, np.empty((0, 64)), True)
+    given = np.tile(left, (4, 1)), [np.tile(right, (1_300, 1))]
+    _, one, other = run_to_end(weigher.best(fit, *given, 1_200))
+    assert (one == 0).all()
+    assert other.tolist() == [*range(1_200)]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.03, 1.0])

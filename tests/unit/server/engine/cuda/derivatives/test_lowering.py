@@ -20,21 +20,15 @@ from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
 from warpfit_server.engine.interface import Steps, run_to_end
 
 VARIABLES = 10
+_FIT = autodiff.BY_PARAMETERS | autodiff.LOSS_DERIVATIVE
+_ALL = autodiff.BY_PARAMETERS | autodiff.BY_VARIABLES
 #: Row loss, whether it has weights, and requested bits of fits, gradients, Jacobians and losses.
 WORK = {
-    "fit": (
-        DIFFERENCE,
-        False,
-        autodiff.BY_PARAMETERS | autodiff.LOSS_DERIVATIVE | autodiff.SQUARES,
-    ),
-    "gradient": (ABSOLUTE, False, autodiff.BY_PARAMETERS | autodiff.LOSS_DERIVATIVE),
-    "own loss": (
-        huber(0.5).row,
-        True,
-        autodiff.BY_PARAMETERS | autodiff.BY_VARIABLES | autodiff.LOSS | autodiff.LOSS_DERIVATIVE,
-    ),
+    "fit": (DIFFERENCE, False, _FIT | autodiff.SQUARES),
+    "gradient": (ABSOLUTE, False, _FIT),
+    "own loss": (huber(0.5).row, True, _ALL | autodiff.LOSS | autodiff.LOSS_DERIVATIVE),
     "loss": (huber(0.5).row, True, autodiff.LOSS),
-    "jacobian": (None, False, autodiff.BY_PARAMETERS | autodiff.BY_VARIABLES),
+    "jacobian": (None, False, _ALL),
 }
 
 
@@ -68,19 +62,17 @@ def begin(lowering: lowering.DerivativeLowering, batch: Batch, work: str) -> Ste
 def code_of(code: lowering.DerivativeCode, index: int) -> list[np.ndarray]:
     record = code.programs[index]
 
-    def part(name: str, words: int, first: str, count: str) -> np.ndarray:
+    names = ("invariants", "levels", "result", "loss", "slope")
+    found = [np.array([record[name] for name in names])]
+    for name, words, first, count in (
+        ("instructions", 4, "first", "count"),
+        ("instructions", 4, "prologue", "prologue_count"),
+        *((name, 2, "load", "loads") for name in ("loads", "constants")),
+        *(("columns", 1, "column", "columns"), ("entries", 3, "entry", "entries")),
+    ):
         rows = code.arrays[name].view(np.uint32).reshape(-1, words)
-        return rows[int(record[first]) :][: int(record[count])]
-
-    return [
-        part("instructions", 4, "first", "count"),
-        part("instructions", 4, "prologue", "prologue_count"),
-        part("loads", 2, "load", "loads"),
-        part("constants", 2, "load", "loads"),
-        part("columns", 1, "column", "columns"),
-        part("entries", 3, "entry", "entries"),
-        np.array([record[name] for name in ("invariants", "levels", "result", "loss", "slope")]),
-    ]
+        found.append(rows[int(record[first]) :][: int(record[count])])
+    return found
 
 
 def assert_same(found: lowering.DerivativeCode, expected: lowering.DerivativeCode) -> None:
@@ -155,27 +147,21 @@ def test_what_kernels_cannot_address_is_refused(alone):
 def loaded():
     """No call compiles for other types than those that are loaded at the start."""
     launches.load()
-    functions = [lowering.count_sums, lowering.fill_starts, launches.measure_programs]
-    functions += [launches.end_of_chunk, launches.order_jobs, launches.plan_jobs]
+    functions = [getattr(lowering, name) for name in ("count_sums", "fill_starts")]
+    names = "measure_programs end_of_chunk order_jobs plan_jobs"
+    functions += [getattr(launches, name) for name in names.split()]
     yield
     assert all(len(function.signatures) == 1 for function in functions)
-
-
-def some_records(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    records = np.zeros(count, dtype=lowering.PROGRAM)
-    for name, most in (("parameters", 5), ("columns", 6), ("invariants", 9), ("levels", 40)):
-        records[name] = rng.integers(most, size=count)
-    records["count"] = rng.integers(1, 300, size=count)
-    sums = np.empty(count, dtype=np.int64)
-    lowering.count_sums(records, bool(seed % 2), sums)
-    return records, sums
 
 
 @pytest.mark.parametrize("most_warp", [0, 10**6], ids=["spilling", "not spilling"])
 @pytest.mark.parametrize(("count", "most"), [(0.0, 10**12), (0.0, 30_000), (7.3, 10**12)])
 def test_jobs_are_cut_by_their_results_and_by_their_work(most_warp, count, most):
-    records, sums = some_records(3, 200)
+    rng, records = np.random.default_rng(3), np.zeros(200, dtype=lowering.PROGRAM)
+    for name, below in {"parameters": 5, "columns": 6, "invariants": 9, "levels": 40}.items():
+        records[name] = rng.integers(below, size=200)
+    records["count"], sums = rng.integers(1, 300, size=200), np.empty(200, dtype=np.int64)
+    lowering.count_sums(records, True, sums)
     work = records["count"].astype(int) + sums // 4
     order, chunks = np.empty(400, dtype=np.uint32), np.empty(400, launches._CHUNK)
     given = 1024, (7, 8, 3), (most_warp, 16), most, count / int(work.sum()), 2

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.emulators.device_lowering import Lowered, check_order, lower_on_host
+from support.emulators.device_lowering import Lowered, chains, check_order, lower_on_host
 from support.engines.operators import programs
 from support.random_programs import random_program, thesis_mix
 from warpfit.errors import ProgramError, ResourceExhaustedError
@@ -84,16 +84,8 @@ def test_programs_of_many_sizes_in_shared_memory_and_beyond(share, room):
 
 @pytest.mark.parametrize("name", [name for name, row in OPERATORS.items() if row.arity > 1])
 def test_the_stack_stays_flat_on_long_chains(name):
-    row = OPERATORS[name]
-    chains = []
-    for position in range(row.arity):
-        program = X
-        for _ in range(300):
-            operands = [Program.variable(1)] * row.arity
-            operands[position] = program
-            program = Program.apply(row, *operands)
-        chains.append(program)
-    assert check(Batch.of([*chains, X, *chains]), share=2) <= 2
+    long = chains(name, 300)
+    assert check(Batch.of([*long, X, *long]), share=2) <= 2
 
 
 def test_a_negative_zero_is_an_index():
@@ -110,20 +102,11 @@ TOKENS = st.tuples(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(TOKENS, max_size=7), min_size=1, max_size=8))
 def test_any_tokens(drawn):
-    flat = [token for program in drawn for token in program]
-    check_invalid(
-        Batch(
-            np.array([code for code, _ in flat], np.uint8),
-            np.array([value for _, value in flat], np.float64),
-            np.array([len(program) for program in drawn], np.uint32),
-            parameter_counts=np.full(len(drawn), 2, np.uint32),
-            parameters=np.zeros(2 * len(drawn)),
-        )
-    )
-
-
-def check_invalid(batch):
-    """Check that device and host find the same invalid programs, with the same errors."""
+    """Device and host find the same invalid programs, with the same errors."""
+    codes, values = np.array([token for program in drawn for token in program]).reshape(-1, 2).T
+    lengths, counts = np.array([*map(len, drawn)], np.uint32), np.full(len(drawn), 2, np.uint32)
+    parameters = np.zeros(2 * len(drawn))
+    batch = Batch(codes.astype(np.uint8), values.copy(), lengths, counts, parameters)
     found = lower_on_host(batch, FEW, share=3)
     expected = []
     for index in range(len(batch)):
@@ -215,17 +198,16 @@ def test_one_warp_has_room_for_any_program(costly):
 
 
 @pytest.mark.parametrize(
-    ("names", "costly"), [(("add", "mul"), False), (("add", "sin"), True), (("where",), True)]
+    ("names", "costly"), [("add mul", False), ("add sin", True), ("where", True)]
 )
 def test_bounds_follow_from_lengths_and_operators(names, costly):
     rng = np.random.default_rng(1)
-    batch = Batch.of([random_program(rng, n, operators=names) for n in (3, 3, 3, 40, 90)])
+    operators = tuple(names.split())
+    batch = Batch.of([random_program(rng, n, operators=operators) for n in (3, 3, 3, 40, 90)])
     bounds = launches.BatchBounds.of(BatchSummary.of(batch), launches.costly_operators(FAST))
     lengths = batch.lengths.astype(int)
-    weighted = int(sum(lengths**2) // sum(lengths))
-    most, typical = (
-        launches.max_levels(n, "where" in names) for n in (int(max(lengths)), weighted)
-    )
+    sizes = int(max(lengths)), int(sum(lengths**2) // sum(lengths))
+    most, typical = (launches.max_levels(n, "where" in names) for n in sizes)
     assert bounds.costly is costly
     assert (bounds.levels, bounds.typical_levels) == (most, typical)
     assert typical <= most

@@ -4,7 +4,9 @@ import builtins
 import os
 import threading
 import time
+from contextlib import closing
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -42,19 +44,14 @@ def _module(tmp_path_factory):
 
 @pytest.fixture
 def queue(request):
-    made = compiler.CompileQueue(getattr(request, "param", 4), "evaluates_jobs")
-    yield made
-    made.close()
+    with closing(compiler.CompileQueue(getattr(request, "param", 4), "evaluates_jobs")) as made:
+        yield made
 
 
 @pytest.fixture
 def process():
     with compiler.CompileProcess("evaluates_jobs") as made:
         yield made
-
-
-def ask(expression):
-    return lambda process: process.run(expression)
 
 
 def is_alive(number):
@@ -129,24 +126,22 @@ class TestQueue:
     @pytest.mark.parametrize("queue", [8], indirect=True)
     def test_processes_run_at_the_same_time_and_end_when_they_are_idle(self, queue, monkeypatch):
         monkeypatch.setattr(compiler, "_IDLE_SECONDS", 0.5)
-        jobs = [queue.submit(n, ask("(time.sleep(0.3), os.getpid())[1]")) for n in range(2)]
+        slow = methodcaller("run", "(time.sleep(0.3), os.getpid())[1]")
+        jobs = [queue.submit(n, slow) for n in range(2)]
         numbers = [job.result(20) for job in jobs]
         assert len(set(numbers)) == 2
         eventually(lambda: not any(map(is_alive, numbers)))
-        assert queue.submit("again", ask("3")).result(20) == 3
+        assert queue.submit("again", methodcaller("run", "3")).result(20) == 3
 
     def test_closing_fails_all_jobs_at_once_and_later_ones(self, queue):
-        running = queue.submit("running", ask("time.sleep(60)"))
+        running = queue.submit("running", methodcaller("run", "time.sleep(60)"))
         eventually(lambda: queue._running)
         queued, started = queue.submit("queued", lambda _: 2), time.monotonic()
         queue.close()
         assert time.monotonic() - started < 20
         late = partial(queue.submit, "late", lambda _: 3)
-        for wait in (
-            partial(running.result, 0),
-            partial(queued.result, 0),
-            partial(late, urgent=True),
-        ):
+        waits = [partial(future.result, 0) for future in (running, queued)]
+        for wait in (*waits, partial(late, urgent=True)):
             with pytest.raises(UnavailableError):
                 wait()
         assert late() is None
@@ -162,32 +157,18 @@ def test_a_program_that_does_not_compile_is_destroyed_and_told(monkeypatch, comp
 
 
 def test_the_jump_table_leads_where_the_tree_does():
-    ptx = """
-\tmov.b32 %r1, %r9; // dispatch
-\tsetp.gt.s32 %p1, %r1, 1;
-\t@%p1 bra $high;
-\tsetp.eq.s32 %p2, %r1, 0;
-\tmov.f32 %f1, %f2;
-\t@%p2 bra $zero;
-\tbra.uni $one;
-$high:
-\tadd.f32 %f1, %f1, %f3;
-\tbra.uni $end;
-$zero:
-\tneg.f32 %f1, %f1;
-\tbra.uni $end;
-$one:
-\tabs.f32 %f1, %f1;
-$end:
-\tret;
-"""
+    lines = [
+        *("mov.b32 %r1, %r9; // dispatch", "setp.gt.s32 %p1, %r1, 1;", "@%p1 bra $high;"),
+        *("setp.eq.s32 %p2, %r1, 0;", "mov.f32 %f1, %f2;", "@%p2 bra $zero;", "bra.uni $one;"),
+        *("$high:", "add.f32 %f1, %f1, %f3;", "bra.uni $end;"),
+        *("$zero:", "neg.f32 %f1, %f1;", "bra.uni $end;"),
+        *("$one:", "abs.f32 %f1, %f1;", "$end:", "ret;"),
+    ]
+    ptx = "".join(f"\n{line}" if line[0] == "$" else f"\n\t{line}" for line in lines) + "\n"
     text = compiler.with_jump_table(ptx, 3)
     assert "brx.idx.uni %r1, $cases;" in text
-    blocks = {
-        head: body.split("$")[0].split()
-        for head, body in (part.split(":", 1) for part in text.split("$case_")[4:7])
-    }
-    moved = {label: "mov.f32" in body for label, body in blocks.items()}
+    blocks = dict(part.split(":", 1) for part in text.split("$case_")[4:7])
+    moved = {label: "mov.f32" in body.split("$")[0] for label, body in blocks.items()}
     assert moved == {"0": True, "1": True, "2": False}
     for label, operation in enumerate(("neg.f32", "abs.f32", "add.f32")):
         entry = text.split(f"$case_{label}:\n")[1].split("bra.uni ")[1].split(";")[0]
@@ -196,10 +177,7 @@ $end:
 
 @pytest.mark.parametrize(
     ("error", "remedy"),
-    [
-        (ImportError("No module named 'cupy'"), "pip install"),
-        (PermissionError(13, "Permission denied", "/.cupy"), "--cache-dir"),
-    ],
+    [(ImportError("No 'cupy'"), "pip install"), (PermissionError(13, "/.cupy"), "--cache-dir")],
     ids=["missing", "no cache"],
 )
 def test_cuda_without_cupy_is_an_error_that_names_the_remedy(monkeypatch, error, remedy):

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -75,8 +76,8 @@ class FakeDevice:
 
     def __init__(self, seed: int = 0) -> None:
         self.random, self.streams, self.buffers = random.Random(seed), [], []
-        self.used = self.unlocked = self.copied = 0
-        self.done = Future()
+        self.used = self.copied = 0
+        self.use, self.unlock, self.done = Mock(), Mock(), Future()
         self.done.set_result(None)
         self.cupy = SimpleNamespace(ndarray=self.array)
 
@@ -84,8 +85,7 @@ class FakeDevice:
     def array(shape, dtype, memptr):
         """An array of the device, as CuPy describes it."""
         array = memptr[: np.prod(shape) * 4].view(dtype).reshape(shape)
-        place = SimpleNamespace(ptr=array.ctypes.data)
-        return SimpleNamespace(array=array, shape=shape, data=place)
+        return SimpleNamespace(array=array, shape=shape, data=Mock(ptr=array.ctypes.data))
 
     def allocate(self, size):
         self.buffers.append(np.full(size, 255, np.uint8))
@@ -101,14 +101,8 @@ class FakeDevice:
         buffer[address - buffer.ctypes.data :][: source.nbytes] = source.view(np.uint8)
         self.copied += source.nbytes
 
-    def use(self) -> None:
-        pass
-
     def lock_pages(self, array):
-        def unlock() -> None:
-            self.unlocked += 1
-
-        return unlock
+        return self.unlock
 
     def new_stream(self, *, urgent: bool) -> Stream:
         self.streams.append(Stream(self))
@@ -173,9 +167,8 @@ def whole_sum(rows):
 @given(st.integers(0, ROWS - 1), st.integers(1, ROWS), st.integers(0, 99))
 def test_windows_give_the_bits_of_the_whole(start, count, seed):
     rows, device = (start, min(start + count, ROWS)), FakeDevice(seed)
-    streamed = streamed_on(device)
     result_bytes = (seed % 2) << 40  # many are copied by another thread
-    steps = sums_of(device, streamed, rows, size=result_bytes)
+    steps = sums_of(device, streamed_on(device), rows, size=result_bytes)
     assert run_to_end(steps) == whole_sum(rows)
     size = DATA.matrix[:, slice(*rows)].nbytes
     extra = DATA.matrix.itemsize * len(DATA.matrix) * datasets.ALIGNED_ROWS
@@ -213,9 +206,9 @@ def test_the_pages_are_unlocked_when_the_last_user_is_gone(seed):
     steps = sums_of(device, streamed, (0, ROWS))
     next(steps)
     del streamed
-    assert device.unlocked == 0
+    device.unlock.assert_not_called()
     steps.close()
-    assert device.unlocked == 1
+    device.unlock.assert_called_once()
     copied = device.copied
     for stream in device.streams:
         stream.settle()

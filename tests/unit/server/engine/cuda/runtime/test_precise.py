@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,13 +25,17 @@ from warpfit_server.engine.sum_tree import levels_between, sum_nodes
 
 #: Bounds in ulp, reference errors included.
 BOUNDS = {
-    Arithmetic.PRECISE: {"div": 1.0, "inv": 1.0, "sqrt": 1.5, "log": 2.0, "pow": 4.0},
-    Arithmetic.DOUBLE: {"div": 1.0, "inv": 1.0, "sqrt": 0.6, "log": 1.5, "exp": 1.5, "pow": 2.5},
+    Arithmetic.PRECISE: {
+        "div": 1.0,
+        "inv": 1.0,
+        "sqrt": 1.5,
+        "log": 2.0,
+        "pow": 4.0,
+        "fma": np.inf,
+    },
+    Arithmetic.DOUBLE: {"div": 1.0, "inv": 1.0, "sqrt": 0.6, "log": 1.5, "exp": 1.5, "pow": 2.5}
+    | {"fma": np.inf},
 }
-CASES = [(arithmetic, name) for arithmetic, bounds in BOUNDS.items() for name in bounds]
-WIDE = np.longdouble
-
-
 #: What operators call; its operands are a, b and c.
 CALLS = {
     **{"div": "quotient(a, b)", "inv": "quotient(1, a)", "sqrt": "root(a)", "log": "logarithm(a)"},
@@ -41,7 +44,7 @@ CALLS = {
 }
 
 
-@cache
+@functools.cache
 def functions(arithmetic: Arithmetic) -> ctypes.CDLL:
     """Compile the device's source for this machine, with a loop over arrays for each function."""
     loops = "".join(
@@ -65,7 +68,7 @@ def run(arithmetic: Arithmetic, name: str, operands: Sequence[np.ndarray]) -> np
 
 
 @pytest.mark.parametrize(
-    ("arithmetic", "name"), [*CASES, (Arithmetic.PRECISE, "fma"), (Arithmetic.DOUBLE, "fma")]
+    ("arithmetic", "name"), [(each, name) for each, bounds in BOUNDS.items() for name in bounds]
 )
 def test_bounds_hold_at_edges_and_hard_operands(arithmetic: Arithmetic, name: str) -> None:
     """The published ones, and tighter ones; zeros have NumPy's signs."""
@@ -75,7 +78,7 @@ def test_bounds_hold_at_edges_and_hard_operands(arithmetic: Arithmetic, name: st
     got, exact = run(arithmetic, name, operands), exact_values(operator, operands)
     share = excess(BOUNDS_TABLE[name].precise_cuda, list(operands), got, exact)
     distance = ulps(got, exact)
-    for errors, most in ((share, 1.0), (distance, BOUNDS[arithmetic].get(name, np.inf))):
+    for errors, most in ((share, 1.0), (distance, BOUNDS[arithmetic][name])):
         worst = int(errors.argmax())
         assert errors[worst] <= most, (operands[:, worst], got[worst])
     with np.errstate(all="ignore"):
@@ -89,13 +92,8 @@ def test_digamma_is_the_reference(arithmetic: Arithmetic) -> None:
     rng = np.random.default_rng(4)
     special_values = [0.0, -0.0, -1.0, -7.0, np.inf, -np.inf, np.nan, 1e-30, 1e30, -1e30]
     near_poles = rng.integers(-9, 1, 5_000) + rng.choice([-1, 1], 5_000) * 1e-3
-    rows = [
-        special_values,
-        near_poles,
-        rng.uniform(-30, 30, 20_000),
-        10 ** rng.uniform(-30, 30, 999),
-    ]
-    operands = np.concatenate(rows).astype(arithmetic.dtype)
+    others = rng.uniform(-30, 30, 20_000), 10 ** rng.uniform(-30, 30, 999)
+    operands = np.concatenate([special_values, near_poles, *others]).astype(arithmetic.dtype)
     with np.errstate(all="ignore"):
         wanted = ops.digamma(operands.astype(np.float64))
         got = run(arithmetic, "digamma", [operands])
@@ -133,11 +131,8 @@ def kernels() -> ctypes.CDLL:
 
 
 def run_kernel(kernel: str, *words: Any) -> None:
-    arguments = np.array(
-        [word.ctypes.data if isinstance(word, np.ndarray) else word for word in words],
-        dtype=np.int64,
-    )
-    sizes = (1, 1, 1), (32, 1, 1)
+    given = [word.ctypes.data if isinstance(word, np.ndarray) else word for word in words]
+    sizes, arguments = ((1, 1, 1), (32, 1, 1)), np.array(given, dtype=np.int64)
     assert launch_on_host(kernels(), kernel, *sizes, [arguments.ctypes.data])
 
 
