@@ -123,9 +123,6 @@ def test_one_front_end_for_each_core_but_one(monkeypatch, cores, front_ends):
     assert Config(front_ends=5).processes == 5
 
 
-# ------------------------------------------------------------------------------------------ devices
-
-
 @pytest.mark.parametrize(
     ("text", "labels", "shares"),
     [
@@ -204,9 +201,6 @@ def test_auto_takes_all_gpus_and_else_the_cpu(monkeypatch, returned, meaning, to
     else:
         with pytest.raises(UnavailableError, match=told):
             machine.resolve_devices("all")
-
-
-# ---------------------------------------------------------------------------------------- addresses
 
 
 def test_a_port_of_another_program_or_for_root_only_is_named():

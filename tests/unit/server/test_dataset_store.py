@@ -293,9 +293,6 @@ def test_the_segment_of_an_answer_is_cleared_for_another_tenant():
     assert len(places) == 1, "the memory is used again"
 
 
-# ----------------------------------------------------------------- files that a server reads itself
-
-
 NUMBERS = np.arange(1000.0)
 EXPECTED = Dataset.of(NUMBERS, names=("a",)).content_id
 

@@ -126,9 +126,6 @@ def test_no_place_writes_many_lines(written, monkeypatch):
     assert lines()[0].endswith(f"again (after {left_out} such lines that were left out)")
 
 
-# -------------------------------------------------------------------------- the port of the metrics
-
-
 SERIES = 10_000
 
 
@@ -304,9 +301,6 @@ def test_only_visible_gpus_are_read(monkeypatch, visible, gpus):
     assert [usage.gpu for usage in usages] == list(gpus)
     assert all(usage.memory_used == 100 + int(usage.gpu) for usage in usages)
     assert all(usage.utilisation == 0.25 for usage in usages)
-
-
-# -------------------------------------------------------------------------------------------- spans
 
 
 def test_a_call_is_a_child_of_the_callers_span_and_has_its_stages_as_children():

@@ -145,9 +145,6 @@ class TestRates:
             assert len(taken) - first <= rate * span + max(1.0, rate) + 1
 
 
-# ------------------------------------------------------------------------------------------ tenants
-
-
 @pytest.fixture
 def tenants(tmp_path):
     def make(text, server=None):
@@ -208,9 +205,6 @@ def test_a_changed_file_is_read_again_unless_it_is_wrong(tenants, tmp_path, monk
 def test_keys_of_tenants_differ(one, other, content_id):
     assert (key_of(one, content_id) == key_of(other, content_id)) == (one == other)
     assert len(key_of(one, content_id)) == 32
-
-
-# -------------------------------------------------------------------------------------------- turns
 
 
 def test_every_thread_gets_in_and_never_too_many_at_once():
@@ -300,9 +294,6 @@ def test_what_a_tenant_has_used_is_forgiven_in_time():
 
 def _end():
     raise errors.CancelledError("the call has ended", "CANCELLED")
-
-
-# ---------------------------------------------------------------------------------------- admission
 
 
 PROBLEM = Evaluation(bytes(32), Batch.of([parse("p1*x1")], [[0.5]]), loss=Loss.MSE, values=False)

@@ -96,9 +96,6 @@ def test_threads_lower_each_program_as_if_it_were_alone(lower, differentiated):
         assert used["start"].tolist() == [0, *used["end"][:-1]], "nothing lies between them"
 
 
-# -------------------------------------------------------------------- the cache of what was lowered
-
-
 def of(*texts):
     programs = [parse(text) for text in texts]
     return Batch.of(programs, [np.ones(program.parameters) for program in programs])

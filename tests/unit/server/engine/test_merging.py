@@ -133,9 +133,6 @@ def test_engines_look_for_kernels_of_batches_that_have_come_before_alone(plan, o
     assert plan(batch, tier=Tier.COMPILED, **options).evaluation.tier is Tier.COMPILED
 
 
-# ------------------------------------------------------------------------------ batches in segments
-
-
 ARRAYS = ("codes", "values", "lengths", "parameter_counts", "parameters")
 PARTS = ((0, 7), (7, 8), (8, 60))
 

@@ -216,9 +216,6 @@ def test_a_request_runs_alone_while_too_few_wait_to_be_merged_with_it():
     assert lone.merge_key is None
 
 
-# ----------------------------------------------------------------------------------------- suspects
-
-
 @dataclass(eq=False)
 class FakeRequest(ScheduledRequest):
     name: str = ""

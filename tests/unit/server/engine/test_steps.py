@@ -138,9 +138,6 @@ def test_the_calling_thread_does_other_things_while_many_bytes_are_copied():
     assert copied[1:] == [threading.get_ident()]
 
 
-# -------------------------------------------------------------------------- parts of large requests
-
-
 FEW_X = np.random.default_rng(3).uniform(0.5, 2.0, size=(300, 4))
 FEW_ROWS = Dataset.of(FEW_X, FEW_X[:, 0] * FEW_X[:, 1])
 PROGRAMS, STARTS = thesis_mix(3, 12, variables=4)

@@ -125,9 +125,6 @@ def test_sending_fails_when_the_other_end_does_not_read_or_is_gone(ends):
             use()
 
 
-# ----------------------------------------------------------------------------------------- segments
-
-
 def files() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 

@@ -211,9 +211,6 @@ class TestSplitting:
         assert isinstance(self.split(front), InFlightRequest)
 
 
-# ---------------------------------------------------------------------- searches of several engines
-
-
 #: Formulas with their numbers of parameters.
 FORMULAS = (("p1*x1+p2", 2), ("p1*sin(p2*x1)+p3", 3), ("p1*x1*exp(x2)+p2", 2))
 

@@ -139,9 +139,6 @@ def test_processes_that_are_told_to_end_and_hang_are_killed_after_the_time_of_on
     assert time.monotonic() - started < 3.5
 
 
-# --------------------------------------------------------------------------------- front ends
-
-
 def test_a_front_end_answers_while_its_last_right_probe_is_recent(watchdog, front_end):
     assert not watchdog.all_answered_by(1)
     probe = front_end.probes[1]
@@ -474,9 +471,6 @@ def test_a_process_that_a_signal_has_stopped_is_known_as_such():
         process.wait()
     assert not is_stopped(supervisor)
     assert not is_stopped(SimpleNamespace(process_id=None))
-
-
-# -------------------------------------------------------------------------------- the first engines
 
 
 def test_engines_that_no_supervisor_takes_are_ended_with_all_that_was_made(tmp_path):

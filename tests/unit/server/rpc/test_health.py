@@ -184,9 +184,6 @@ def test_calls_wait_where_all_threads_are_busy_or_the_system_has_no_more(monkeyp
     assert "no new thread for calls" in caplog.text
 
 
-# ------------------------------------------------------------------------------- statuses of errors
-
-
 def sent_status(error):
     context = Mock()
     context.code.return_value = None

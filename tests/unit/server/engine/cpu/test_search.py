@@ -87,9 +87,6 @@ def test_a_seed_gives_the_same_front_with_any_threads_and_beside_other_requests(
     assert found[0] == found[2] == alone != found[1]
 
 
-# -------------------------------------------------------------------------------- by brute force
-
-
 def children_of(colony):
     genomes = Genomes(*colony.children[:3])
     population = genomes.take(genomes.lengths > 0).population()
@@ -309,9 +306,6 @@ def test_rules_and_units_hold_in_pairs(search):
     rules = {"max_depth": 4, "counts": {"mul": 2, "add": 1}, "nesting": {("mul", "mul"): 0}}
     found = search(table(), rules=rules, units=given, pairs=True, max_generations=4)
     assert found.pairs > 200
-
-
-# ---------------------------------------------------------------------------------------- odd data
 
 
 @pytest.mark.parametrize("offset", [1e5, 1e9])

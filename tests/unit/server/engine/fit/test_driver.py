@@ -49,9 +49,6 @@ def design():
     return np.column_stack([X, np.ones(60)])
 
 
-# ------------------------------------------------------------------------------------- answers
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("data", [DATA, WEIGHTED], ids=["unweighted", "weighted"])
 def test_a_linear_model_agrees_with_the_normal_equations(method, data):
@@ -94,9 +91,6 @@ def test_every_loss_gets_better(loss):
     else:
         assert found.loss[0] < found.initial_loss[0]
     np.testing.assert_allclose(found.parameters[0], [3.0, -0.7, 0.5], atol=0.6)
-
-
-# -------------------------------------------------------------------- bounds, fixed, many starts
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -145,9 +139,6 @@ def test_the_best_start_wins_and_all_can_be_had():
     found = fit(CONSTANT, ["p1"], [[[1.0], [1.5]]], loss=infinite, max_iterations=3)
     assert found.start[0] == 1
     assert np.isfinite(found.loss[0])
-
-
-# -------------------------------------------------------------------------- reasons to end
 
 
 WEIGHTLESS = Dataset.of(X, NOISY, np.zeros(60), dtype="float64")
@@ -231,9 +222,6 @@ def test_rows_of_weight_0_give_no_degrees_of_freedom():
     only = Dataset.of(X[some], NOISY[some], weights[some], dtype="float64")
     expected = fit(only, [LINE], [[0.0] * 3], **asked)
     np.testing.assert_allclose(found.standard_errors[0], expected.standard_errors[0], rtol=1e-9)
-
-
-# --------------------------------------------------------------------------- batches
 
 
 def test_searches_that_have_ended_drop_out_of_the_batch():
@@ -330,9 +318,6 @@ def test_a_program_is_affine_in_the_marked_parameters(program, seed):
     if usable.any() and largest < 1e6:
         error = np.abs(half - (a + b) / 2)[usable]
         assert error.max() <= 1e-6 * max(1.0, size[usable].max())
-
-
-# ------------------------------------------------------------------------------------ interruptions
 
 
 @pytest.mark.parametrize("method", METHODS)

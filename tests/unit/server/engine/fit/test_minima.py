@@ -39,9 +39,6 @@ def search_problem(engine, name, times=1.0, accuracy=Accuracy.FINAL, **options):
     return search(engine, *given, accuracy, **options)
 
 
-# -------------------------------------------------------------------------------------- polynomials
-
-
 def polynomial(degree: int) -> str:
     return " + ".join(f"p{i + 1}*x1^{i}" if i else "p1" for i in range(degree + 1))
 
@@ -141,9 +138,6 @@ def test_fixed_parameters_count_nowhere(engine, text, start, method):
     assert found.success[0]
 
 
-# ------------------------------------------------------------------------------------ hard problems
-
-
 @pytest.mark.parametrize(
     ("name", "times", "minimum", "most"),
     [
@@ -238,9 +232,6 @@ def test_no_plateau_is_called_converged_in_screening(engine, start):
     found = search(engine, *given, start, Accuracy.SCREENING)
     again = search(engine, *given, found.parameters[0])
     assert not found.success[0] or again.loss[0] > 0.99 * found.loss[0]
-
-
-# ----------------------------------------------------------------------- where searches of BFGS end
 
 
 @pytest.mark.parametrize("accuracy", Accuracy)

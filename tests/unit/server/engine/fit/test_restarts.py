@@ -29,9 +29,6 @@ def scales_of(request, data):
     return Scales.of(request.problem.batch, data, slice(0, data.layout.rows))
 
 
-# ------------------------------------------------------------------------------------- scales
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -96,9 +96,6 @@ def test_a_group_is_done_though_its_engine_has_ended_before(groups, tmp_path):
     eventually((tmp_path / "late.complete").exists)
 
 
-# ------------------------------------------------------------------------------------- sealed files
-
-
 def add_one(number):
     return number + 1
 

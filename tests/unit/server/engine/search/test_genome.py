@@ -117,8 +117,6 @@ def test_formulas_that_no_genome_holds_are_refused():
     refused("FORMULAS_TOO_LARGE", grammar_of, asked(max_size=genome.MOST_TOKENS + 1))
 
 
-# -------------------------------------------------------------------------------- simplification
-
 #: Numbers of all operands by arity.
 NUMBERS = {
     1: (-2.5, -1.0, -0.25, 0.0, 0.5, 1.0, 3.0, 40.0),
@@ -250,9 +248,6 @@ def test_each_rule_forbids_something(genes, rules, good, bad):
     request = asked(**rules)
     assert genes.keeps(request, good)
     assert not genes.keeps(request, bad)
-
-
-# ------------------------------------------------------------------------------------------- units
 
 
 @st.composite
