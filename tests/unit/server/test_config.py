@@ -14,12 +14,8 @@ from hypothesis import strategies as st
 
 from support.refusals import refused
 from warpfit.errors import UnavailableError
-from warpfit.transport.connection import (
-    CLIENT_VARIABLES,
-    SERVER_VARIABLES,
-    unknown_variables,
-    warn_of_unknown_variables,
-)
+from warpfit.transport import connection
+from warpfit.transport.connection import CLIENT_VARIABLES, SERVER_VARIABLES
 from warpfit_server import machine
 from warpfit_server.config import Config, parse_bytes
 
@@ -35,8 +31,7 @@ def test_flags_win_over_variables_over_defaults():
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
-    [("WARPFIT_TOKENFILE", "WARPFIT_TOKEN_FILE"), ("WARPFIT_max_rows", "")],
+    ("name", "meant"), [("WARPFIT_TOKENFILE", "WARPFIT_TOKEN_FILE"), ("WARPFIT_max_rows", "")]
 )
 def test_a_variable_that_nobody_knows_stops_a_server_and_warns_a_client(name, meant, capsys):
     with pytest.raises(SystemExit):
@@ -45,7 +40,7 @@ def test_a_variable_that_nobody_knows_stops_a_server_and_warns_a_client(name, me
     assert name in told
     assert meant in told
     with pytest.warns(UserWarning, match=f"{name} is not known.*{meant}"):
-        warn_of_unknown_variables({name: "3"})
+        connection.warn_of_unknown_variables({name: "3"})
 
 
 @settings(max_examples=25)
@@ -55,7 +50,7 @@ def test_a_slip_in_a_name_is_noticed(name, place, letter):
     slip = name[:place] + letter + name[place:]
     known = CLIENT_VARIABLES | SERVER_VARIABLES
     assume(slip not in known)
-    (sentence,) = unknown_variables({slip: ""}, known)
+    (sentence,) = connection.unknown_variables({slip: ""}, known)
     assert slip in sentence
 
 
@@ -209,9 +204,7 @@ def test_a_port_of_another_program_or_for_root_only_is_named():
         with pytest.raises(UnavailableError, match="another program listens there") as caught:
             machine.reserve_port("127.0.0.1", port, "--port")
     assert caught.value.reason == "PORT_IN_USE"
-    error = machine.cannot_listen(
-        "127.0.0.1", 80, "--port", OSError(errno.EACCES, "Permission denied")
-    )
+    error = machine.cannot_listen("127.0.0.1", 80, "--port", OSError(errno.EACCES, "it is denied"))
     assert error.reason == "PORT_FORBIDDEN"
     assert "1024" in error.remedy
 
@@ -226,9 +219,8 @@ def test_a_host_that_is_not_this_machine_is_named_with_the_systems_words(host):
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", ""])
 def test_an_unknown_host_is_not_called_plain_text(host):
-    with pytest.raises(UnavailableError) as caught:
+    with pytest.raises(UnavailableError, check=lambda error: error.reason == "NO_SUCH_HOST"):
         Config(host=host).check_exposure()
-    assert caught.value.reason == "NO_SUCH_HOST"
 
 
 def test_brackets_of_an_address_do_not_matter():

@@ -142,13 +142,8 @@ class Page(Collector):
 
 
 @pytest.fixture(scope="module")
-def page():
-    return Page()
-
-
-@pytest.fixture(scope="module")
-def port(page):
-    made = MetricsPort(page, "127.0.0.1", 0)
+def port():
+    made = MetricsPort(Page(), "127.0.0.1", 0)
     yield made.port
     made.stop()
 
@@ -169,13 +164,12 @@ def connect(port):
     return socket.create_connection(("127.0.0.1", port), timeout=10)
 
 
-def test_the_page(port, page):
-    assert is_whole(request(port))
+def test_the_page(port, monkeypatch):
     assert is_whole(request(port, path="/metrics?time=1"))
     assert request(port, "POST")[0] == 405
-    page.is_broken = True
+    monkeypatch.setattr(Page, "is_broken", True)
     assert request(port)[0] == 500
-    page.is_broken = False
+    monkeypatch.undo()
     assert is_whole(request(port))
 
 
@@ -276,7 +270,6 @@ def test_calls_of_a_process_that_died_are_not_in_flight():
 
 
 def fake_nvml():
-    """As much of pynvml as is used, with two GPUs."""
     return SimpleNamespace(
         NVMLError=LookupError,  # of what is not there
         nvmlDeviceGetCount=lambda: 2,

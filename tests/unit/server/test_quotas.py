@@ -6,9 +6,10 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import fields, replace
 from multiprocessing import get_context
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -69,9 +70,8 @@ class TestAmounts:
         assert pair[0].acquire("a", Amounts(nbytes=100), least, ENOUGH, held=5) is None
 
     def test_the_amounts_of_a_process_that_ended_are_subtracted(self, pair):
-        pair[0].acquire("a", Amounts(1, 10, 100), ENOUGH, ENOUGH)
-        pair[1].acquire("a", Amounts(2, 20, 200), ENOUGH, ENOUGH)
-        pair[1].acquire("b", Amounts(4, 40, 400), ENOUGH, ENOUGH)
+        for table, tenant, factor in ((0, "a", 1), (1, "a", 2), (1, "b", 4)):
+            pair[table].acquire(tenant, Amounts(factor, 10 * factor, 100), ENOUGH, ENOUGH)
         pair[0].clear_process(1)
         assert pair[0].in_flight("a") == pair[0].in_flight() == Amounts(1, 10, 100)
         assert pair[0].in_flight("b") == Amounts()
@@ -263,7 +263,7 @@ def test_a_tenant_that_has_used_more_than_its_share_rests_while_another_one_call
     assert min(seconds("modest") for _ in range(3)) < 0.1
     assert seconds("greedy") > 0.1
     with pytest.raises(errors.CancelledError):
-        shared.acquire("greedy", _end)
+        shared.acquire("greedy", Mock(side_effect=errors.CancelledError("it has ended")))
     assert (shared._inside, shared._waiting) == ({}, {})
     time.sleep(module._CALLING_SECONDS)
     assert min(seconds("greedy") for _ in range(3)) < 0.1, "it is alone again"
@@ -292,10 +292,6 @@ def test_what_a_tenant_has_used_is_forgiven_in_time():
     assert shared._used_until["greedy"] <= time.monotonic() + module._LONGEST_REST
 
 
-def _end():
-    raise errors.CancelledError("the call has ended", "CANCELLED")
-
-
 PROBLEM = Evaluation(bytes(32), Batch.of([parse("p1*x1")], [[0.5]]), loss=Loss.MSE, values=False)
 
 
@@ -316,6 +312,12 @@ def reserve(admission, rows=1, tenant="a"):
     return admission.reserved(tenant, 1, nanoseconds=admission.costs.estimate(cost))
 
 
+def refusal(function, *arguments):
+    with pytest.raises(errors.ResourceExhaustedError) as caught:
+        function(*arguments)
+    return caught.value
+
+
 def count(take, admission, tenant):
     """Return how many a tenant can take before it is refused."""
     for number in range(1000):
@@ -330,12 +332,9 @@ class TestPlaces:
     def test_a_call_without_a_place_is_refused_until_another_leaves(self):
         admission = make_admission(max_requests=1)
         enter(admission, "a")
-        with pytest.raises(errors.ResourceExhaustedError) as caught:
-            enter(admission, "b")
-        assert caught.value.reason == "TOO_MANY_REQUESTS"
-        assert caught.value.retry_after > 0
-        assert "--max-requests" in caught.value.remedy
-        assert (caught.value.needed, caught.value.available) == (1, 1)
+        error = refusal(enter, admission, "b")
+        assert error.reason == "TOO_MANY_REQUESTS" and "--max-requests" in error.remedy
+        assert (error.needed, error.available, error.retry_after > 0) == (1, 1, True)
         admission.leave("a", (1, 1))
         enter(admission, "b")
         assert admission.quotas.in_flight() == Amounts(1, 1)
@@ -344,7 +343,6 @@ class TestPlaces:
         "take", [enter, lambda admission, tenant: admission.await_message(tenant)]
     )
     def test_tenants_that_take_all_they_can_leave_some_to_others(self, take):
-        """Calls in flight and messages that have not arrived, 64 each."""
         settings = {"max_requests": 64, "max_pending_bytes": 4 << 30}  # of 64 messages of 64 MiB
         admission = make_admission(shared=True, **settings)
         assert [count(take, admission, tenant) for tenant in "abcd"] == [32, 16, 8, 4]
@@ -359,14 +357,12 @@ class TestPlaces:
         admission = make_admission(max_pending_bytes=12 << 20)
         for _ in range(3):
             admission.await_message("a")
-        with pytest.raises(errors.ResourceExhaustedError) as caught:
-            admission.await_message("b")
-        assert (caught.value.reason, caught.value.retry_after > 0) == ("QUEUE_FULL", True)
-        assert "--max-pending-bytes" in caught.value.remedy
+        error = refusal(admission.await_message, "b")
+        assert (error.reason, error.retry_after > 0) == ("QUEUE_FULL", True)
+        assert "--max-pending-bytes" in error.remedy
         admission.enter("a", admission.limits("a"), 100, admission.message_bytes)
         assert admission.quotas.in_flight("a") == Amounts(1, (8 << 20) + 100, 0)
-        with pytest.raises(errors.ResourceExhaustedError):
-            admission.await_message("b")
+        refusal(admission.await_message, "b")
         admission.leave("a", (1, 100))
         admission.await_message("b")
 
@@ -374,16 +370,13 @@ class TestPlaces:
         admission = make_admission(max_requests=7)
         for _ in range(7):
             enter(admission, "a")
-        with pytest.raises(errors.ResourceExhaustedError) as caught:
-            admission.enter("b", replace(admission.limits("b"), requests=8), 1, 0)
-        assert caught.value.needed == 1
-        assert str(caught.value).count("7") == 1, "the limit alone"
+        error = refusal(admission.enter, "b", replace(admission.limits("b"), requests=8), 1, 0)
+        assert (error.needed, str(error).count("7")) == (1, 1), "the limit alone"
         shared = make_admission(shared=True, max_requests=64)
         count(enter, shared, "a")
         for _ in range(16):
             enter(shared, "b")
-        with pytest.raises(errors.ResourceExhaustedError, match="the limit of the server is 64"):
-            enter(shared, "b")
+        assert "the limit of the server is 64" in str(refusal(enter, shared, "b"))
 
     def test_refused_calls_retry_at_different_moments(self):
         admission = make_admission(max_requests=2)
@@ -391,11 +384,7 @@ class TestPlaces:
             for _ in range(2):
                 enter(admission, "a")
                 held.enter_context(reserve(admission, rows=10**8))  # 0.03 s each
-            moments = []
-            for _ in range(8):
-                with pytest.raises(errors.ResourceExhaustedError) as caught:
-                    enter(admission, "b")
-                moments.append(caught.value.retry_after)
+            moments = [refusal(enter, admission, "b").retry_after for _ in range(8)]
         assert np.diff(sorted(moments)).min() > 0.02
         assert max(moments) < 2
 
@@ -416,13 +405,9 @@ class TestQueue:
     def test_a_call_may_fill_the_memory_only_where_nobody_else_wants_it(self, shared):
         admission = make_admission(shared=shared, max_pending_bytes=100)
         if shared:
-            with (
-                pytest.raises(errors.ResourceExhaustedError) as caught,
-                admission.reserved("a", 70, message=6),
-            ):
-                pass
-            assert (caught.value.reason, caught.value.retry_after) == ("RESULT_TOO_LARGE", None)
-            assert (caught.value.needed, caught.value.available) == (76, 50)
+            error = refusal(admission.reserve, "a", 70, 6)
+            assert (error.reason, error.retry_after) == ("RESULT_TOO_LARGE", None)
+            assert (error.needed, error.available) == (76, 50)
         too_many = pytest.raises(errors.ResourceExhaustedError, match="too many")
         with (
             admission.reserved("a", 45 if shared else 200, message=5),
@@ -436,10 +421,7 @@ class TestQueue:
         fit = FitRequest(PROBLEM, FitSettings(max_iterations=2**32 - 1))
         layout = Layout(np.dtype("<f4"), 1, 2**60, has_target=True)
         nanoseconds = admission.costs.estimate(CallCost.of_fit(fit, layout))
-        with (
-            pytest.raises(ValueError, match="it fails"),
-            admission.reserved("a", 1, nanoseconds=nanoseconds),
-        ):
+        with suppress(ValueError), admission.reserved("a", 1, nanoseconds=nanoseconds):
             assert admission.quotas.in_flight() == Amounts(0, 1, 30 * 10**9)
             raise ValueError("it fails")
         assert admission.quotas.in_flight() == Amounts()

@@ -4,6 +4,7 @@ import errno
 import threading
 import time
 from concurrent.futures import Future
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -39,40 +40,24 @@ STEPS = 400
 COMPUTE = 5_500
 
 
-def results(batch):
-    """Return what the engine computes: the sums of the parameters of programs, [programs, K]."""
-    return np.array([batch.program_parameters(n).sum(axis=1) for n in range(len(batch))])
-
-
 class Work(threading.Event):
-    """Work of a device, which is done once it is set."""
-
     done, result = threading.Event.is_set, threading.Event.wait
 
 
 class FakeEngine:
     """An engine that records the sizes of its batches; evaluations wait for ``go``."""
 
-    step_size = 1 << 20
+    step_size, steps_share_cores = 1 << 20, False
 
     def __init__(self, steps_in_flight=1, threads=None):
         self.steps_in_flight = steps_in_flight
         self.step_threads = threads or steps_in_flight
-        self.steps_share_cores = False
-        self.batches, self.tiers, self.mapped = [], [], []
-        self.steps = 0
+        self.batches, self.mapped, self.steps = [], [], 0
         self.promised, self.device = Future(), []
         self.go = threading.Event()
         self.go.set()
 
-    def should_merge(self, dataset_id):
-        return True
-
-    def merge_from(self, dataset_id, precision, *, tokens, token_rows, gradient):
-        return 2
-
-    def others_wait(self, wait):
-        pass
+    should_merge = merge_from = others_wait = Mock(return_value=2)
 
     def map_segment(self, segment):
         self.mapped.append(segment.identifier)
@@ -80,7 +65,6 @@ class FakeEngine:
     def evaluate(self, evaluation, outputs):
         batch = evaluation.batch
         self.batches.append(len(batch))
-        self.tiers.append(evaluation.tier)
         self.go.wait(10)
         constants = set(batch.values)
         for constant in constants & ERRORS.keys():
@@ -94,7 +78,7 @@ class FakeEngine:
             self.steps += 1
             time.sleep(0.002)
             yield None
-        found = results(batch)
+        found = np.array([batch.program_parameters(n).sum(axis=1) for n in range(len(batch))])
         if outputs.losses is not None:
             outputs.losses[...] = found
         if outputs.values is not None:
@@ -140,17 +124,14 @@ def an_evaluation(*parameters, constant=1.0, **changes):
     return Evaluation(DATA.content_id, batch, **fields)
 
 
-def a_runner(engine):
-    return RequestRunner(engine, LoadedDatasets(engine, {DATA.content_id: DATA}), 1 << 16)
-
-
 @pytest.fixture
 def run_loop():
     engines, fronts = [], []
 
     def start(steps_in_flight=1, front_ends=1, threads=None):
         engine = FakeEngine(steps_in_flight, threads)
-        loop = Loop(engine, a_runner(engine))
+        datasets = LoadedDatasets(engine, {DATA.content_id: DATA})
+        loop = Loop(engine, RequestRunner(engine, datasets, 1 << 16))
         loop.start()
         found = [Front(loop) for _ in range(front_ends)]
         engines.append(engine)
@@ -312,8 +293,8 @@ class TestSharing:
         engine.device[1].set()  # the second one ends first
         assert front.answer(runs[1]) == [1.0]
         eventually(lambda: len(engine.device) == 3)
-        engine.device[0].set()
-        engine.device[2].set()
+        for work in engine.device:
+            work.set()
         assert front.answer(runs[0], runs[2]) == [[0.0], [2.0]]
 
 
