@@ -287,6 +287,9 @@ def test_the_segment_of_an_answer_is_cleared_for_another_tenant():
         run.next_reply()
         run.close()
     assert len(places) == 1, "the memory is used again"
+    front.pool.trim()
+    engine.receive(*ours.receive())
+    assert not engine.segments
 
 
 NUMBERS = np.arange(1000.0)

@@ -26,8 +26,6 @@ SECONDS = 20.0
 
 
 class Front:
-    """A connection, and threads that call over it."""
-
     def __init__(self, *, polls):
         self.lost = threading.Event()
         self.connection = EngineConnection(SegmentPool(1 << 24))

@@ -4,7 +4,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -57,7 +56,6 @@ def front_ends():
 
 @pytest.fixture
 def watchdog(front_ends):
-    """A watchdog over them, whose engines have answered it for long."""
     made = Watchdog(CONFIG, front_ends.engines, [None, None], None, front_ends)
     for engine in made.engines:
         engine.answering_since = 0.0
@@ -79,7 +77,6 @@ def front_end(front_ends):
 
 
 def ask(front_ends, front_end, function, *arguments, descriptor=None):
-    """Ask the main process as a front end does; raise the error that it answers."""
     front_end.told.clear()
     front_ends.answer(front_end, messages.Question(5, function, arguments), descriptor)
     (answer,) = [each for each in front_end.told if isinstance(each, messages.Answer)]
@@ -90,29 +87,18 @@ def ask(front_ends, front_end, function, *arguments, descriptor=None):
 
 
 class Sleeper(Supervisor):
-    CODE = "import sys, time; time.sleep(float(sys.argv[1]))"
+    handle = lost = ended = Mock()
 
     def __init__(self, seconds, stop_seconds=5.0):
         super().__init__("a process that sleeps", stop_seconds)
-        self.seconds, self.codes, self.pids, self.theirs = seconds, [], [], []
+        self.command, self.codes = ["sleep", str(seconds)], []
+        self.ended = self.codes.append
 
     def spawn(self):
         ours, theirs = Channel.pair()
-        command = [sys.executable, "-S", "-c", self.CODE, str(self.seconds)]
         with theirs:
-            pass_fds = [theirs.fileno()]
-            process = subprocess.Popen(command, pass_fds=pass_fds, process_group=0)
-        self.pids.append(process.pid)
-        return process, ours
-
-    def handle(self, channel, message, descriptor):
-        raise AssertionError("it says nothing")
-
-    def lost(self):
-        pass
-
-    def ended(self, code):
-        self.codes.append(code)
+            given = {"pass_fds": [theirs.fileno()], "process_group": 0}
+            return subprocess.Popen(self.command, **given), ours
 
 
 def test_a_process_that_ends_is_replaced_at_once_and_later_with_pauses():
@@ -149,6 +135,8 @@ def test_a_front_end_answers_while_its_last_right_probe_is_recent(watchdog, fron
     assert not watchdog.all_answered_by(1)
     watchdog.resumed = time.monotonic() - 1.0  # it was stopped itself meanwhile
     assert watchdog.all_answered_by(1)
+    front_end.state = State.GONE
+    assert not watchdog.all_answered_by(1), "there is none that answers"
 
 
 LONG = 1e9
@@ -171,7 +159,6 @@ LONG = 1e9
 def test_a_front_end_is_replaced_that_says_nothing_or_is_not_answered_like_others(
     watchdog, front_end, silent, unanswered, engine_answers, resumed, cause
 ):
-    """Seconds for which that has been so."""
     now = time.monotonic()
     front_end.last_message, front_end.probes[1].answered = now - silent, now - unanswered
     watchdog.engines[1].answering_since = now - engine_answers
@@ -417,9 +404,7 @@ def test_an_engine_serves_when_it_has_its_data_sets_and_no_more_once_it_is_lost(
 
     def resident():
         seen.append(engine.starting_since)
-        with pytest.raises(
-            errors.UnavailableError
-        ):  # front ends that have lost it ask again and again
+        with pytest.raises(errors.UnavailableError):  # front ends that have lost it ask on
             engine.connect()
         yield from ()
 

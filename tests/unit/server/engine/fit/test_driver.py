@@ -340,9 +340,7 @@ def test_a_fit_with_a_deadline_can_be_cancelled():
 
 
 class StuckEngine(NumpyEngine):
-    def __init__(self, dataset, passes):
-        super().__init__(dataset)
-        self.left = passes
+    left = 0
 
     def linearise(self, evaluation, row_loss, *, cancelled, **options):
         self.left -= 1
@@ -358,7 +356,8 @@ class StuckEngine(NumpyEngine):
 @pytest.mark.parametrize("passes", [1, 4])
 def test_a_pass_is_cancelled_at_the_deadline_of_its_fit(method, passes):
     fit(EXACT, [MODEL], [START], method=method)  # loads the code
-    engine, started = StuckEngine(EXACT, passes), time.monotonic()
+    engine, started = StuckEngine(EXACT), time.monotonic()
+    engine.left = passes
     options = {"engine": engine, "deadline": started + 0.3, "covariance": True}
     found = fit(EXACT, [MODEL, "x1"], [START, []], method=method, **options)
     assert 0.25 < time.monotonic() - started < 30
@@ -377,7 +376,6 @@ LARGE = "+".join(f"p{i + 1}*sin({i + 1}*x1)" for i in range(110))
     ("method", "much"), [("lm", "searches"), ("bfgs", "searches"), ("lm", "parameters")]
 )
 def test_much_work_beside_passes_is_done_by_another_thread(monkeypatch, method, much):
-    """So that the engine's thread goes on with other requests."""
     problem, options = (EXACT, [MODEL, "x1"], [START, []]), {"method": method, "covariance": True}
     if much == "parameters":
         problem = EXACT, [LARGE, LARGE], [np.ones(110), np.full(110, 0.5)]
@@ -407,7 +405,6 @@ def test_much_work_beside_passes_is_done_by_another_thread(monkeypatch, method, 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_compiled_steps_look_at_the_flag_of_cancellation(monkeypatch, method):
-    """A flag that is set while a step is computed leaves searches as they were."""
     advance = driver._Driver._advance
 
     def cancelled_meanwhile(self, new, some):
@@ -494,13 +491,7 @@ if method == "evaluate":
 most, end = max(seen) - before, time.monotonic() + 5.0
 while (left := resident() - before) > 0.1 * most and time.monotonic() < end:
     time.sleep(0.01)  # the thread that advanced the searches gives its memory back by itself
-grown = 0.0
-if method == "evaluate":
-    for _ in range(2):
-        compute(programs, starts)
-    give_back_memory()
-    grown = resident() - before - left
-print(counted, most, left, grown)
+print(counted, most, left)
 """
 
 
@@ -519,8 +510,7 @@ def test_memory_is_estimated_and_released(method, kind):
     tests = Path(__file__).parents[4]  # where it finds `support`
     options = {"cwd": tests, "env": environment, "capture_output": True, "text": True}
     ended = subprocess.run(command, check=True, timeout=120, **options)
-    counted, most, left, grown = map(float, ended.stdout.split())
+    counted, most, left = map(float, ended.stdout.split())
     assert most > 20.0, "the measurement sees it"
     assert most / 1.3 < counted < 1.4 * most
     assert left < 0.15 * most
-    assert grown < 0.15 * most

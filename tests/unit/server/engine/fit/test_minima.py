@@ -44,7 +44,6 @@ def polynomial(degree: int) -> str:
 
 
 def least_by_legendre(z, y, degree) -> float:
-    """Return the least sum of squares of polynomials, from a basis that tells them apart."""
     legendre = np.polynomial.legendre
     return np.square(legendre.legval(z, legendre.legfit(z, y, degree)) - y).sum()
 
@@ -162,7 +161,6 @@ def test_hard_problems_converge(engine, name, times, minimum, most):
     [("p1*(p2/x1 + x1 + (p3/x1 + x2*x2)*p4) + p5", 5), ("p1*exp(p2*x1) + p3*exp(p2*x1 + p4)", 4)],
 )
 def test_parameters_with_the_same_effect_do_not_run_away(text, count):
-    """The values would be differences of huge terms."""
     x = np.random.default_rng(0).uniform(1.0, 4.0, (100, 2))
     y = np.sin(3.0 * x[:, 0]) - x[:, 1] ** 2 + 0.5 * x[:, 0]
     data, start = Dataset.of(x, y, dtype="float64"), np.linspace(1.0, 2.0, count)

@@ -66,7 +66,6 @@ run_parts({"first": lambda place: compile, "second": compile}, sys.argv[1:])
 
 @pytest.fixture
 def groups(monkeypatch):
-    """Groups that processes are started for, which take until there is a file."""
     child = numba_cache.python_child
     monkeypatch.setattr(
         numba_cache, "python_child", lambda _, __, *words: child("-c", COMPILER, *words)
