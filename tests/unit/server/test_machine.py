@@ -24,8 +24,6 @@ def sixteen_cores_and_64_gib(monkeypatch):
 
 @pytest.fixture
 def groups(tmp_path):
-    """Control groups of a process: the file that names them, and files in their directories."""
-
     def made(names, **files):
         (tmp_path / "cgroup").write_text(names)
         for name, content in files.items():

@@ -339,9 +339,7 @@ class TestPlaces:
         enter(admission, "b")
         assert admission.quotas.in_flight() == Amounts(1, 1)
 
-    @pytest.mark.parametrize(
-        "take", [enter, lambda admission, tenant: admission.await_message(tenant)]
-    )
+    @pytest.mark.parametrize("take", [enter, Admission.await_message])
     def test_tenants_that_take_all_they_can_leave_some_to_others(self, take):
         settings = {"max_requests": 64, "max_pending_bytes": 4 << 30}  # of 64 messages of 64 MiB
         admission = make_admission(shared=True, **settings)

@@ -25,7 +25,6 @@ X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
 
 @pytest.fixture(scope="module")
 def lower():
-    """Lower a batch, with derivatives or without, on so many threads."""
     for function in (lower_chunk, autodiff.differentiate_chunk):
         load_chunk_function(function)
     row_loss = autodiff.row_loss_tokens(DIFFERENCE, 10, weighted=False)
@@ -141,10 +140,7 @@ def test_cached_programs_do_not_change_with_the_memory_that_they_arrived_in():
 
 @pytest.mark.parametrize(
     "other",
-    [
-        of("x1 * 2.0"),
-        *(of(text, "x2") for text in ("x1 * 3.0", "x1 + 2.0", "x1 * p1", "x1 * -0.0")),
-    ],
+    [of("x1*2.0"), *(of(text, "x2") for text in ("x1*3.0", "x1 + 2.0", "x1*p1", "x1*-0.0"))],
 )
 def test_programs_with_the_same_hash_are_not_mixed_up(monkeypatch, other):
     monkeypatch.setattr(shared_batch, "_hash", lambda *_: 7)

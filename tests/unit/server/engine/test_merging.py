@@ -64,8 +64,7 @@ def test_requests_that_differ_in_nothing_but_programs_have_the_same_key(key, gra
         ({"precision": Precision.FAST}, False),
         # A request that wants more than losses, or is a suspect.
         *(({"values": True}, True), ({"loss": None, "values": True}, True)),
-        ({"gradient": True, "values": True}, True),
-        ({"gradient": True, "variable_gradient": True}, True),
+        *(({"gradient": True, name: True}, True) for name in ("values", "variable_gradient")),
         ({"linear_scaling": True}, True),
         ({"loss": None, "custom_loss": LossFunction(parse("x1 - x2"), Closing.SUM)}, True),
         *(({"tier": Tier.COMPILED}, True), ({"alone": 1.0}, True)),

@@ -43,8 +43,6 @@ class Front:
         return self.connection.start(EVALUATION, DATASET.layout)
 
     def wait_for(self, request):
-        """Wait for a request on a thread of its own, as a call does."""
-
         def call():
             try:
                 return request.next_reply().request

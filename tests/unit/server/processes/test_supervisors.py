@@ -391,7 +391,6 @@ def test_what_engines_hold_follows_what_the_main_process_says():
 
 @pytest.fixture
 def engine():
-    """The supervisor of an engine; the process that it supervises says nothing."""
     supervisor = EngineSupervisor(Config(devices="cpu"), 0, SegmentPool(0), Quarantine(), count(1))
     supervisor.ours, theirs = Channel.pair()
     with theirs:
@@ -420,7 +419,6 @@ def test_an_engine_serves_when_it_has_its_data_sets_and_no_more_once_it_is_lost(
 
 @pytest.mark.parametrize("error", [None, FULL, "lost"])
 def test_a_load_that_is_forgotten_and_asked_for_again_has_an_answer_of_its_own(engine, error):
-    """An engine is asked to forget a data set while it loads that."""
     segment = SegmentPool(0).create(DATA.layout.nbytes)
     dataset = SimpleNamespace(key=b"data", layout=DATA.layout, segment=segment)
     engine.ready(engine.ours)

@@ -32,8 +32,6 @@ KINDS = {"Evaluate": {"streams": True}, "UploadVariables": {"uploads": True}, "G
 
 
 class FrontEnd:
-    """A port with one method, and what is counted of its calls."""
-
     def __init__(self, behaviour, *, name="Evaluate", **settings):
         config = replace(Config(), **settings)
         self.quotas, self.recorder = QuotaTable.create(1), Recorder()
@@ -74,7 +72,6 @@ class FrontEnd:
         eventually(lambda: self.quotas.in_flight() == Amounts(*amounts))
 
     def await_end(self, status, count=1, name="Evaluate"):
-        """Wait until so many calls have ended, all with this status."""
         eventually(lambda: self.ended() == {(name, status, "default"): count})
 
     def close(self):
@@ -97,7 +94,6 @@ def start():
 
 
 def outcome(call):
-    """Wait for the end of a call; return its status and the messages of its answer."""
     answer = []
     with suppress(grpc.RpcError):
         answer.extend(call)

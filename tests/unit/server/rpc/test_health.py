@@ -211,7 +211,6 @@ def sent_status(error):
 
 
 def unpack(error, kind):
-    """Return the detail of a kind that the status of an error has, or None."""
     status = status_pb2.Status.FromString(sent_status(error))
     assert (status.code, status.message) == (StatusCode[error.status].value[0], str(error))
     for detail in status.details:

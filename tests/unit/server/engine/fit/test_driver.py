@@ -41,18 +41,15 @@ WEIGHTED = Dataset.of(X, NOISY, WEIGHTS, dtype="float64")
 MODEL = "p1*exp(p2*x1) + p3*x2"
 START = [1.0, -0.1, 1.0]
 LINE = "p1*x1 + p2*x2 + p3"
+DESIGN = np.column_stack([X, np.ones(60)])
 METHODS = ("lm", "bfgs")
 TIGHT = {"gradient_tolerance": 1e-12, "step_tolerance": 1e-12, "loss_tolerance": 1e-15}
-
-
-def design():
-    return np.column_stack([X, np.ones(60)])
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("data", [DATA, WEIGHTED], ids=["unweighted", "weighted"])
 def test_a_linear_model_agrees_with_the_normal_equations(method, data):
-    w, a = np.ones(60) if data.weights is None else data.weights, design()
+    w, a = np.ones(60) if data.weights is None else data.weights, DESIGN
     inverse = np.linalg.inv(a.T @ (w[:, None] * a))
     expected = inverse @ a.T @ (w * NOISY)
     asked = {"standard_errors": True, "covariance": True, "max_iterations": 200, **TIGHT}
@@ -180,7 +177,7 @@ def test_programs_without_free_parameters_end_at_once(method):
 
 def test_rank_deficient_jacobians():
     found = fit(DATA, ["(p1 + p2)*x1 + p3"], [[0.0, 0.0, 0.0]], standard_errors=True, **TIGHT)
-    expected, *_ = np.linalg.lstsq(design()[:, (0, 2)], NOISY, rcond=None)
+    expected, *_ = np.linalg.lstsq(DESIGN[:, (0, 2)], NOISY, rcond=None)
     p = found.parameters[0]
     np.testing.assert_allclose([p[0] + p[1], p[2]], expected, rtol=1e-6)
     assert np.isnan(found.standard_errors[0][:2]).all()

@@ -20,7 +20,6 @@ DATA = Dataset.of(x[:, None], WAVE, dtype="float64")
 
 
 def drawn(data, text, start, **options):
-    """Return the starts of a fit, [starts, parameters], given ones first."""
     request, _ = prepared(data, [text], [start], **options)
     return with_restarts(request, scales_of(request, data)).problem.batch.program_parameters(0)
 
