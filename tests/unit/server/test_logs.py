@@ -156,8 +156,7 @@ def request(port, method="GET", path="/metrics"):
 
 
 def is_whole(answer):
-    status, content = answer
-    return status == 200 and content.count(b"\nwarpfit_ready{") == SERIES
+    return answer[0] == 200 and answer[1].count(b"\nwarpfit_ready{") == SERIES
 
 
 def connect(port):
@@ -214,9 +213,8 @@ TIMINGS = Timings(1, 2, 1, 4, 2, tier="cpu", cache_hits=1)
 
 
 def ended(tenant="a", seconds=0.1, **measured):
-    return logs.CallRecord(
-        "Evaluate", "", 0, tenant, status="OK", ended=int(1e9 * seconds), **measured
-    )
+    own = {"status": "OK", "ended": int(1e9 * seconds)}
+    return logs.CallRecord("Evaluate", "", 0, tenant, **own, **measured)
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), SECONDS, st.booleans())), st.integers(0, 5))

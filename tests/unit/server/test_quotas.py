@@ -427,6 +427,15 @@ class TestQueue:
 
 
 class TestCostModel:
+    def test_cost_is_tokens_times_rows_of_all_vectors_starts_and_passes(self):
+        layout = Layout(np.dtype("<f4"), 1, 100, has_target=True)
+        assert CallCost.of_evaluation(PROBLEM, layout) == ("evaluate", 300)
+        assert CallCost.of_evaluation(replace(PROBLEM, gradient=True), layout) == ("derive", 300)
+        twice = replace(PROBLEM, batch=Batch.of([parse("p1*x1")], [[[0.5], [1.0]]]))
+        for restarts, iterations, units in ((0, 4, 3000), (2, 4, 6000), (0, 999, 12_000)):
+            settings = FitSettings(restarts=restarts, max_iterations=iterations)
+            assert CallCost.of_fit(FitRequest(twice, settings), layout) == ("fit", units)
+
     def test_each_kind_of_work_is_learned_from_observations(self):
         costs = CallCostModel()
         assert costs.estimate(CallCost("evaluate", 1e9)) == pytest.approx(3e8)

@@ -48,9 +48,8 @@ FULL = errors.ResourceExhaustedError("no room", "MEMORY")
 def front_ends():
     engines, table = Engines(CONFIG, SegmentPool(0)), QuotaTable.create(2, 2)
     made = FrontEnds(CONFIG, engines, table, Recorder(), frozenset, 1, -1)
-    made.datasets = DatasetStore(
-        Limits(), table, made.unload_dataset, made.announce_dataset, made.withdraw_dataset
-    )
+    told = made.unload_dataset, made.announce_dataset, made.withdraw_dataset
+    made.datasets = DatasetStore(Limits(), table, *told)
     return made
 
 
