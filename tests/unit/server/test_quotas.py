@@ -443,6 +443,9 @@ class TestCostModel:
             costs.observe(CallCost("evaluate", units), 2e6 + 1.5 * units)
         assert costs.estimate(CallCost("evaluate", 2e9)) == pytest.approx(3e9, rel=0.1)
         assert costs.estimate(CallCost("fit", 1e9)) == pytest.approx(3e8)
+        costs.observe(CallCost("evaluate", 3e9), 1.35e10)
+        found = costs.estimate(CallCost("evaluate", 3e9))
+        assert found == pytest.approx(4.5e9, rel=0.2), "one slow call counts little"
 
     def test_one_size_tells_about_larger_ones_on_a_fast_device(self):
         costs = CallCostModel()
