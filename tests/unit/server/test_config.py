@@ -14,14 +14,10 @@ from hypothesis import strategies as st
 
 from support.refusals import refused
 from warpfit.errors import UnavailableError
-from warpfit.transport.connection import (
-    CLIENT_VARIABLES,
-    SERVER_VARIABLES,
-    unknown_variables,
-    warn_of_unknown_variables,
-)
+from warpfit.transport import connection
+from warpfit.transport.connection import CLIENT_VARIABLES, SERVER_VARIABLES
 from warpfit_server import machine
-from warpfit_server.config import Config, parse_bytes
+from warpfit_server.config import Config
 
 
 def test_flags_win_over_variables_over_defaults():
@@ -35,8 +31,7 @@ def test_flags_win_over_variables_over_defaults():
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
-    [("WARPFIT_TOKENFILE", "WARPFIT_TOKEN_FILE"), ("WARPFIT_max_rows", "")],
+    ("name", "meant"), [("WARPFIT_TOKENFILE", "WARPFIT_TOKEN_FILE"), ("WARPFIT_max_rows", "")]
 )
 def test_a_variable_that_nobody_knows_stops_a_server_and_warns_a_client(name, meant, capsys):
     with pytest.raises(SystemExit):
@@ -45,7 +40,7 @@ def test_a_variable_that_nobody_knows_stops_a_server_and_warns_a_client(name, me
     assert name in told
     assert meant in told
     with pytest.warns(UserWarning, match=f"{name} is not known.*{meant}"):
-        warn_of_unknown_variables({name: "3"})
+        connection.warn_of_unknown_variables({name: "3"})
 
 
 @settings(max_examples=25)
@@ -55,7 +50,7 @@ def test_a_slip_in_a_name_is_noticed(name, place, letter):
     slip = name[:place] + letter + name[place:]
     known = CLIENT_VARIABLES | SERVER_VARIABLES
     assume(slip not in known)
-    (sentence,) = unknown_variables({slip: ""}, known)
+    (sentence,) = connection.unknown_variables({slip: ""}, known)
     assert slip in sentence
 
 
@@ -112,7 +107,6 @@ def test_wrong_settings_are_refused_in_the_form_of_the_log(wrong, capsys):
     ("text", "size"), [("4096", 4096), ("1KiB", 1024), ("2 GB", 2 * 10**9), ("3mib", 3 << 20)]
 )
 def test_sizes_may_have_units(text, size):
-    assert parse_bytes(text) == size
     assert Config.from_arguments(["--device-memory", text], {}).device_memory == size
 
 
@@ -121,9 +115,6 @@ def test_one_front_end_for_each_core_but_one(monkeypatch, cores, front_ends):
     monkeypatch.setattr("warpfit_server.config.available_cores", lambda: cores)
     assert Config().processes == front_ends
     assert Config(front_ends=5).processes == 5
-
-
-# ------------------------------------------------------------------------------------------ devices
 
 
 @pytest.mark.parametrize(
@@ -206,18 +197,13 @@ def test_auto_takes_all_gpus_and_else_the_cpu(monkeypatch, returned, meaning, to
             machine.resolve_devices("all")
 
 
-# ---------------------------------------------------------------------------------------- addresses
-
-
 def test_a_port_of_another_program_or_for_root_only_is_named():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(UnavailableError, match="another program listens there") as caught:
             machine.reserve_port("127.0.0.1", port, "--port")
     assert caught.value.reason == "PORT_IN_USE"
-    error = machine.cannot_listen(
-        "127.0.0.1", 80, "--port", OSError(errno.EACCES, "Permission denied")
-    )
+    error = machine.cannot_listen("127.0.0.1", 80, "--port", OSError(errno.EACCES, "it is denied"))
     assert error.reason == "PORT_FORBIDDEN"
     assert "1024" in error.remedy
 
@@ -232,9 +218,8 @@ def test_a_host_that_is_not_this_machine_is_named_with_the_systems_words(host):
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", ""])
 def test_an_unknown_host_is_not_called_plain_text(host):
-    with pytest.raises(UnavailableError) as caught:
+    with pytest.raises(UnavailableError, check=lambda error: error.reason == "NO_SUCH_HOST"):
         Config(host=host).check_exposure()
-    assert caught.value.reason == "NO_SUCH_HOST"
 
 
 def test_brackets_of_an_address_do_not_matter():

@@ -14,9 +14,16 @@ from warpfit.parse import parse
 from warpfit.request import Evaluation, FitRequest, FitSettings, Loss, Method
 from warpfit.server_info import Limits
 from warpfit_server import limits as module
+from warpfit_server.rpc import servicer
 
 #: The batch has 7 programs with 196 tokens, the longest with 45; its answer has values.
 RESULT_BYTES = 7 * 10 * 4
+
+
+def refusal(function, *arguments, **options):
+    with pytest.raises(ResourceExhaustedError) as caught:
+        function(*arguments, **options)
+    return caught.value
 
 
 def check_batch(limits):
@@ -42,11 +49,9 @@ def check_result(limits):
 )
 def test_a_request_over_a_limit_is_refused_and_the_flag_named(check, limit, most, reason):
     check(limits=Limits(**{limit: most}))
-    with pytest.raises(ResourceExhaustedError) as caught:
-        check(limits=Limits(**{limit: most - 1}))
-    assert caught.value.reason == reason
-    assert module._FLAGS.get(limit, f"--tenants-file ({limit})") in str(caught.value)
-    assert (caught.value.needed, caught.value.available) == (most, most - 1)
+    error = refusal(check, limits=Limits(**{limit: most - 1}))
+    assert module._FLAGS.get(limit, f"--tenants-file ({limit})") in str(error)
+    assert (error.reason, error.needed, error.available) == (reason, most, most - 1)
 
 
 PROGRAMS, PARAMETERS = thesis_mix(3, 7, variables=DATA.layout.variables)
@@ -54,8 +59,7 @@ BATCH = Batch.of(PROGRAMS, [np.stack([p, p]) for p in PARAMETERS])
 TOTAL = sum(map(len, PARAMETERS))
 
 
-def _evaluation(**changes):
-    return Evaluation(DATA.content_id, BATCH, loss=Loss.MSE, values=False, **changes)
+_evaluation = partial(Evaluation, DATA.content_id, BATCH, loss=Loss.MSE, values=False)
 
 
 def _fit(**settings):
@@ -72,8 +76,7 @@ def test_the_size_of_a_result_counts_every_output():
     for output, size in needed.items():
         wanted = _evaluation(**{output: True}), DATA.layout
         module.check_result(*wanted, Limits(result_bytes=8 * 14 + size))
-        with pytest.raises(ResourceExhaustedError, match="--max-result-bytes"):
-            module.check_result(*wanted, Limits(result_bytes=8 * 14 + size - 1))
+        refusal(module.check_result, *wanted, Limits(result_bytes=8 * 14 + size - 1))
 
 
 def test_the_memory_of_searches_is_limited():
@@ -85,15 +88,13 @@ def test_the_memory_of_searches_is_limited():
 
 
 def test_drawn_starts_count_like_given_ones():
-    """Before memory is spent, of engine and answer."""
     drawn = _fit(restarts=30)
     given = Batch.of(PROGRAMS, [np.tile(p, (32, 1)) for p in PARAMETERS])
     same = FitRequest(replace(_evaluation(), batch=given))
     assert module.fit_memory(drawn, DATA.layout) == module.fit_memory(same, DATA.layout)
     module.check_fit(drawn, DATA.layout, Limits(vectors=32))
-    with pytest.raises(ResourceExhaustedError, match="33 starts of a program") as caught:
-        module.check_fit(_fit(restarts=31), DATA.layout, Limits(vectors=32))
-    assert caught.value.reason == "TOO_MANY_VECTORS"
+    error = refusal(module.check_fit, _fit(restarts=31), DATA.layout, Limits(vectors=32))
+    assert error.reason == "TOO_MANY_VECTORS" and "33 starts of a program" in str(error)
 
 
 @pytest.mark.parametrize(("method", "factors"), [(Method.LM, 1), (Method.BFGS, 0)])
@@ -125,15 +126,20 @@ def terms(count):
 @pytest.mark.parametrize(
     ("check", "most", "reason", "available"),
     [
-        (fit, 500, "TOO_MANY_PARAMETERS", 500),
+        *((fit, 500, "TOO_MANY_PARAMETERS", 500), (terms, 5_000, "PROGRAM_TOO_LONG", 10_000)),
         (partial(fit, 500), 544_768, "TOO_MANY_PARAMETERS", 544_768),
         (partial(fit, 100), 332_100_000, "TOO_MANY_PARAMETERS", 332_100_000),
         (derivatives, 1 << 20, "TOO_MANY_VARIABLES", 1 << 20),
-        (terms, 5_000, "PROGRAM_TOO_LONG", 10_000),
     ],
 )
 def test_what_no_flag_raises_is_limited(check, most, reason, available):
     check(most)
-    with pytest.raises(ResourceExhaustedError) as caught:
-        check(most + 1)
-    assert (caught.value.reason, caught.value.available) == (reason, available)
+    error = refusal(check, most + 1)
+    assert (error.reason, error.available) == (reason, available)
+
+
+def test_a_partial_fit_stops_in_time_for_its_answer(monkeypatch):
+    monkeypatch.setattr("time.monotonic", lambda: 100.0)
+    for remaining, seconds in ((10.0, 9.0), (0.2, 0.15), (0.01, 0.0), (None, None), (1e9, None)):
+        stop = servicer._stop_in_time(remaining, 0.1)
+        assert stop == (None if seconds is None else 100.0 + seconds)

@@ -126,9 +126,6 @@ def test_no_place_writes_many_lines(written, monkeypatch):
     assert lines()[0].endswith(f"again (after {left_out} such lines that were left out)")
 
 
-# -------------------------------------------------------------------------- the port of the metrics
-
-
 SERIES = 10_000
 
 
@@ -145,13 +142,8 @@ class Page(Collector):
 
 
 @pytest.fixture(scope="module")
-def page():
-    return Page()
-
-
-@pytest.fixture(scope="module")
-def port(page):
-    made = MetricsPort(page, "127.0.0.1", 0)
+def port():
+    made = MetricsPort(Page(), "127.0.0.1", 0)
     yield made.port
     made.stop()
 
@@ -164,27 +156,23 @@ def request(port, method="GET", path="/metrics"):
 
 
 def is_whole(answer):
-    status, content = answer
-    return status == 200 and content.count(b"\nwarpfit_ready{") == SERIES
+    return answer[0] == 200 and answer[1].count(b"\nwarpfit_ready{") == SERIES
 
 
 def connect(port):
     return socket.create_connection(("127.0.0.1", port), timeout=10)
 
 
-def test_the_page(port, page):
-    assert is_whole(request(port))
+def test_the_page(port, monkeypatch):
     assert is_whole(request(port, path="/metrics?time=1"))
     assert request(port, "POST")[0] == 405
-    page.is_broken = True
+    monkeypatch.setattr(Page, "is_broken", True)
     assert request(port)[0] == 500
-    page.is_broken = False
+    monkeypatch.undo()
     assert is_whole(request(port))
 
 
-@pytest.mark.parametrize(
-    "sent", [b"", b"\x00" * 100 + b"\r\n\r\n", b"GET /metrics", b"x" * (1 << 20)]
-)
+@pytest.mark.parametrize("sent", [b"", b"\0" * 100 + b"\r\n\r\n", b"GET /metrics", b"x" * 2**20])
 def test_whatever_is_sent_the_port_lives_on(port, sent):
     with connect(port) as client, suppress(OSError):  # it closes the connection
         client.sendall(sent)
@@ -225,9 +213,8 @@ TIMINGS = Timings(1, 2, 1, 4, 2, tier="cpu", cache_hits=1)
 
 
 def ended(tenant="a", seconds=0.1, **measured):
-    return logs.CallRecord(
-        "Evaluate", "", 0, tenant, status="OK", ended=int(1e9 * seconds), **measured
-    )
+    own = {"status": "OK", "ended": int(1e9 * seconds)}
+    return logs.CallRecord("Evaluate", "", 0, tenant, **own, **measured)
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), SECONDS, st.booleans())), st.integers(0, 5))
@@ -279,7 +266,6 @@ def test_calls_of_a_process_that_died_are_not_in_flight():
 
 
 def fake_nvml():
-    """As much of pynvml as is used, with two GPUs."""
     return SimpleNamespace(
         NVMLError=LookupError,  # of what is not there
         nvmlDeviceGetCount=lambda: 2,
@@ -304,9 +290,6 @@ def test_only_visible_gpus_are_read(monkeypatch, visible, gpus):
     assert [usage.gpu for usage in usages] == list(gpus)
     assert all(usage.memory_used == 100 + int(usage.gpu) for usage in usages)
     assert all(usage.utilisation == 0.25 for usage in usages)
-
-
-# -------------------------------------------------------------------------------------------- spans
 
 
 def test_a_call_is_a_child_of_the_callers_span_and_has_its_stages_as_children():

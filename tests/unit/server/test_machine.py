@@ -9,20 +9,14 @@ from multiprocessing import get_context
 import numpy as np
 import pytest
 
-from warpfit_server.machine import (
-    ControlGroups,
-    ServerDirectory,
-    StuckDetector,
-    available_cores,
-    available_memory,
-)
+from warpfit_server import machine
+from warpfit_server.machine import ControlGroups, available_cores, available_memory
 
 GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch):
-    """Sixteen cores and 64 GiB."""
+def sixteen_cores_and_64_gib(monkeypatch):
     figures = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 * GIB // 4096}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(os, "sysconf", figures.__getitem__)
@@ -30,8 +24,6 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def groups(tmp_path):
-    """Control groups of a process: the file that names them, and files in their directories."""
-
     def made(names, **files):
         (tmp_path / "cgroup").write_text(names)
         for name, content in files.items():
@@ -123,7 +115,7 @@ def test_freed_blocks_are_used_again_without_page_faults_and_kept_in_few_heaps()
 def test_only_an_evaluation_that_ignores_its_cancellation_is_stuck():
     flag, now = np.zeros(1, np.uint8), 1e9
     flags = {1: flag, 2: np.zeros(1, np.uint8)}
-    detector = StuckDetector(30.0, flags.items)
+    detector = machine.StuckDetector(30.0, flags.items)
     assert not detector.is_stuck(now)
     flag[0] = 1
     assert [detector.is_stuck(now + seconds) for seconds in (1, 31, 32)] == [False, False, True]
@@ -141,7 +133,7 @@ def test_the_next_server_removes_the_directory_of_one_that_was_killed(tmp_path, 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def hold(made):
-        directory = ServerDirectory()
+        directory = machine.ServerDirectory()
         made.send(directory.path)
         made.recv()
 
@@ -153,7 +145,7 @@ def test_the_next_server_removes_the_directory_of_one_that_was_killed(tmp_path, 
     (tmp_path / "warpfit-server-of-nobody").mkdir()  # without a lock: it may be about to get one
     processes[0].kill()
     processes[0].join()
-    own = ServerDirectory()
+    own = machine.ServerDirectory()
     assert not killed.exists()
     assert set(tmp_path.iterdir()) == {own.path, living, tmp_path / "warpfit-server-of-nobody"}
     assert own.path.stat().st_mode & 0o077 == 0

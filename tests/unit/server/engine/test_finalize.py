@@ -145,7 +145,6 @@ LINEAR = [parse("p1*x1 + p2*x2*x3"), parse("exp(x1)*p1 - x4")], [[0.3, 0.7], [1.
 
 
 def tree_sum(blocks: dict[int, np.ndarray]) -> np.ndarray:
-    """The sum of numbered blocks by the rule of `sum_tree`, written down a second time."""
     while set(blocks) != {0}:
         parents: dict[int, np.ndarray] = {}
         for number in sorted(blocks):

@@ -4,6 +4,7 @@ import errno
 import threading
 import time
 from concurrent.futures import Future
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -35,44 +36,28 @@ ERRORS = {
     BROKEN: EngineBrokenError(),
 }
 STEPS = 400
-#: Nanoseconds that the engine below says that it computes.
-COMPUTE = 5_500
-
-
-def results(batch):
-    """Return what the engine computes: the sums of the parameters of programs, [programs, K]."""
-    return np.array([batch.program_parameters(n).sum(axis=1) for n in range(len(batch))])
+#: Nanoseconds that the engine below says that it computes: more than a request really waits.
+COMPUTE = 55 * 10**12
 
 
 class Work(threading.Event):
-    """Work of a device, which is done once it is set."""
-
     done, result = threading.Event.is_set, threading.Event.wait
 
 
 class FakeEngine:
     """An engine that records the sizes of its batches; evaluations wait for ``go``."""
 
-    step_size = 1 << 20
+    step_size, steps_share_cores = 1 << 20, False
 
     def __init__(self, steps_in_flight=1, threads=None):
         self.steps_in_flight = steps_in_flight
         self.step_threads = threads or steps_in_flight
-        self.steps_share_cores = False
-        self.batches, self.tiers, self.mapped = [], [], []
-        self.steps = 0
+        self.batches, self.mapped, self.steps = [], [], 0
         self.promised, self.device = Future(), []
         self.go = threading.Event()
         self.go.set()
 
-    def should_merge(self, dataset_id):
-        return True
-
-    def merge_from(self, dataset_id, precision, *, tokens, token_rows, gradient):
-        return 2
-
-    def others_wait(self, wait):
-        pass
+    should_merge = merge_from = others_wait = Mock(return_value=2)
 
     def map_segment(self, segment):
         self.mapped.append(segment.identifier)
@@ -80,7 +65,6 @@ class FakeEngine:
     def evaluate(self, evaluation, outputs):
         batch = evaluation.batch
         self.batches.append(len(batch))
-        self.tiers.append(evaluation.tier)
         self.go.wait(10)
         constants = set(batch.values)
         for constant in constants & ERRORS.keys():
@@ -94,7 +78,7 @@ class FakeEngine:
             self.steps += 1
             time.sleep(0.002)
             yield None
-        found = results(batch)
+        found = np.array([batch.program_parameters(n).sum(axis=1) for n in range(len(batch))])
         if outputs.losses is not None:
             outputs.losses[...] = found
         if outputs.values is not None:
@@ -108,7 +92,7 @@ class Front:
         ours, theirs = Channel.pair()
         self.link = EngineConnection(SegmentPool(1 << 24))
         self.link.open(theirs)
-        self.connection = FrontEndConnection(ours)
+        self.connection, self.loop = FrontEndConnection(ours), loop
         loop.add(self.connection)
 
     def start(self, *parameters, tenant="me", **changes):
@@ -140,17 +124,14 @@ def an_evaluation(*parameters, constant=1.0, **changes):
     return Evaluation(DATA.content_id, batch, **fields)
 
 
-def a_runner(engine):
-    return RequestRunner(engine, LoadedDatasets(engine, {DATA.content_id: DATA}), 1 << 16)
-
-
 @pytest.fixture
 def run_loop():
     engines, fronts = [], []
 
     def start(steps_in_flight=1, front_ends=1, threads=None):
         engine = FakeEngine(steps_in_flight, threads)
-        loop = Loop(engine, a_runner(engine))
+        datasets = LoadedDatasets(engine, {DATA.content_id: DATA})
+        loop = Loop(engine, RequestRunner(engine, datasets, 1 << 16))
         loop.start()
         found = [Front(loop) for _ in range(front_ends)]
         engines.append(engine)
@@ -205,8 +186,8 @@ class TestMerging:
         engine.go.set()
         for front, n, run in runs:
             assert front.answer(run) == list(range(n, 2 * n))
-            assert run.timings.compute == 100 * n, "its share of the step"
-            assert run.timings.queue >= COMPUTE - 100 * n
+            assert run.timings.compute == n * 10**12, "its share of the step"
+            assert run.timings.queue >= COMPUTE - n * 10**12
         assert one.answer(others) == [7.0]
         one.answer(busy)
         assert sorted(engine.batches) == [1, 1, 55]
@@ -249,9 +230,11 @@ class TestCancellation:
         engine, front = run_loop()
         run = front.start_alone(1.0, SLOW)
         eventually(lambda: engine.steps > 3)
+        assert [*front.loop.flags()], "steps that do not end are noticed by it"
         run.cancel()
         assert isinstance(front.answer(run), errors.CancelledError)
         assert engine.steps < STEPS
+        eventually(lambda: not [*front.loop.flags()])
         assert front.answer(front.start(2.0)) == [2.0]
 
     def test_while_it_waits_for_code_that_is_being_compiled(self, run_loop):
@@ -312,8 +295,8 @@ class TestSharing:
         engine.device[1].set()  # the second one ends first
         assert front.answer(runs[1]) == [1.0]
         eventually(lambda: len(engine.device) == 3)
-        engine.device[0].set()
-        engine.device[2].set()
+        for work in engine.device:
+            work.set()
         assert front.answer(runs[0], runs[2]) == [[0.0], [2.0]]
 
 

@@ -26,7 +26,6 @@ X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
 
 @pytest.fixture(scope="module")
 def lower():
-    """Lower a batch, with derivatives or without, on so many threads."""
     for function in (lower_chunk, autodiff.differentiate_chunk):
         load_chunk_function(function)
     row_loss = autodiff.row_loss_tokens(DIFFERENCE, 10, weighted=False)
@@ -97,9 +96,6 @@ def test_threads_lower_each_program_as_if_it_were_alone(lower, differentiated):
         assert used["start"].tolist() == [0, *used["end"][:-1]], "nothing lies between them"
 
 
-# -------------------------------------------------------------------- the cache of what was lowered
-
-
 def of(*texts):
     programs = [parse(text) for text in texts]
     return Batch.of(programs, [np.ones(program.parameters) for program in programs])
@@ -145,10 +141,7 @@ def test_cached_programs_do_not_change_with_the_memory_that_they_arrived_in():
 
 @pytest.mark.parametrize(
     "other",
-    [
-        of("x1 * 2.0"),
-        *(of(text, "x2") for text in ("x1 * 3.0", "x1 + 2.0", "x1 * p1", "x1 * -0.0")),
-    ],
+    [of("x1*2.0"), *(of(text, "x2") for text in ("x1*3.0", "x1 + 2.0", "x1*p1", "x1*-0.0"))],
 )
 def test_programs_with_the_same_hash_are_not_mixed_up(monkeypatch, other):
     same = SimpleNamespace(update=lambda _: None, intdigest=lambda: 14)

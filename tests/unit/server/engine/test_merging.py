@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,23 +24,9 @@ DATASET = Dataset.of(np.ones((8, 12)), np.ones(8))
 BATCH = Batch.of(*thesis_mix(1, 400, variables=12))
 
 
-class FakeEngine:
-    step_size = 1 << 40
-
-    def __init__(self):
-        self.loaded = {DATASET.content_id}
-        self.least = 3
-
-    def should_merge(self, dataset_id):
-        return dataset_id in self.loaded
-
-    def merge_from(self, dataset_id, precision, *, tokens, token_rows, gradient):
-        return self.least
-
-
 @pytest.fixture
 def engine():
-    return FakeEngine()
+    return Mock(**{"step_size": 1 << 40, "merge_from.return_value": 3})
 
 
 @pytest.fixture
@@ -77,8 +64,7 @@ def test_requests_that_differ_in_nothing_but_programs_have_the_same_key(key, gra
         ({"precision": Precision.FAST}, False),
         # A request that wants more than losses, or is a suspect.
         *(({"values": True}, True), ({"loss": None, "values": True}, True)),
-        ({"gradient": True, "values": True}, True),
-        ({"gradient": True, "variable_gradient": True}, True),
+        *(({"gradient": True, name: True}, True) for name in ("values", "variable_gradient")),
         ({"linear_scaling": True}, True),
         ({"loss": None, "custom_loss": LossFunction(parse("x1 - x2"), Closing.SUM)}, True),
         *(({"tier": Tier.COMPILED}, True), ({"alone": 1.0}, True)),
@@ -99,7 +85,7 @@ def test_parameter_vectors_must_be_equally_many(key):
 def test_long_requests_run_by_themselves(key, engine, monkeypatch):
     engine.step_size = 8 * BATCH[:20].token_count
     assert key(BATCH[:20]) is not None
-    assert key(BATCH[:30]) is None
+    assert key(BATCH[:20], gradient=True) is key(BATCH[:30]) is None
     tokens = BATCH[40:50].token_count
     monkeypatch.setattr(requests, "_MOST_NUMBERS", tokens + 10)
     assert key(BATCH[40:50]) is not None
@@ -107,22 +93,24 @@ def test_long_requests_run_by_themselves(key, engine, monkeypatch):
     for vectors, is_long in ((tokens, False), (2 * tokens, True)):
         batch = Batch.of([parse("x1")], [np.empty((vectors, 0))])
         assert (key(batch, rows=(0, 1)) is None) == is_long
-    engine.loaded.clear()
+    engine.should_merge.return_value = False
     assert key(BATCH[:20]) is None, "a data set that gains nothing from it"
 
 
 @pytest.mark.parametrize("programs", [1, 10, 300])
 def test_batches_that_come_again_are_merged_if_enough_wait(plan, engine, monkeypatch, programs):
-    monkeypatch.setattr(requests, "_REMEMBERED", 3)
+    monkeypatch.setattr(requests, "_REMEMBERED_BATCHES", 3)
     assert plan(BATCH[:programs]).merge_from == 1
     again = plan(BATCH[:programs])
     assert (again.merge_from, again.merge_key) == (3, plan(BATCH[100:103]).merge_key)
     assert plan(BATCH[:programs], precision=Precision.FAST).merge_from == 1
-    engine.least = 0  # compiled kernels are worth more than merging
+    engine.merge_from.return_value = 0  # compiled kernels are worth more than merging
     assert plan(BATCH[:programs]).merge_key is None
-    for first in range(20, 29):  # the oldest are forgotten
-        plan(BATCH[first : first + 5])
-    assert plan(BATCH[:programs]).merge_from == 1
+    engine.merge_from.return_value = 3
+    for others, least in ((range(20, 22), 3), (range(22, 29), 1)):  # the oldest are forgotten
+        for first in others:
+            plan(BATCH[first : first + 5])
+        assert plan(BATCH[:programs]).merge_from == least
 
 
 @pytest.mark.parametrize("options", [{}, {"values": True}, {"gradient": True}, {"rows": (0, 1)}])
@@ -131,9 +119,6 @@ def test_engines_look_for_kernels_of_batches_that_have_come_before_alone(plan, o
     tiers = [plan(batch, **options).evaluation.tier for _ in range(3)]
     assert tiers == [Tier.INTERPRETER, Tier.AUTO, Tier.AUTO]
     assert plan(batch, tier=Tier.COMPILED, **options).evaluation.tier is Tier.COMPILED
-
-
-# ------------------------------------------------------------------------------ batches in segments
 
 
 ARRAYS = ("codes", "values", "lengths", "parameter_counts", "parameters")

@@ -3,10 +3,11 @@
 import heapq
 import random
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
+from warpfit_server.engine import scheduler as module
 from warpfit_server.engine.scheduler import ScheduledRequest, Scheduler
 from warpfit_server.ipc.segments import ALONE, BEGUN, PROVEN, QUEUED
 from warpfit_server.tenants import PROBE
@@ -16,30 +17,22 @@ STEP = 0.004
 
 @dataclass(eq=False)
 class Call(ScheduledRequest):
-    """A request that takes ``work`` seconds of the engine."""
-
     arrived: float = 0.0
     work: float = 0.0
     began: float = -1.0
     ended: float = -1.0
 
 
-def call(tenant, arrived, work, **fields):
-    return Call(tenant, arrived=arrived, work=work, **fields)
+def call(tenant, arrived, work):
+    return Call(tenant, arrived=arrived, work=work)
 
 
-@dataclass
 class Simulation:
     """An engine that runs the scheduler's steps on some threads, with a clock of its own."""
 
-    threads: int = 2
-    merged_size: int = 100
-    now: float = 0.0
-    used: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    steps: int = 0
-
-    def __post_init__(self):
-        self.scheduler = Scheduler(self.merged_size)
+    def __init__(self, threads=2):
+        self.threads, self.scheduler = threads, Scheduler(100)
+        self.used, self.steps, self.now = defaultdict(float), 0, 0.0
 
     def run(self, calls, until):
         waiting = sorted(calls, key=lambda c: c.arrived)
@@ -193,6 +186,7 @@ def test_requests_that_have_begun_are_not_merged():
         assert scheduler.next() == [first]
         scheduler.ran([first], 0.001)
         scheduler.add(later)
+    scheduler.add(first)
     assert scheduler.next() == [third, second]
 
 
@@ -214,9 +208,6 @@ def test_a_request_runs_alone_while_too_few_wait_to_be_merged_with_it():
     scheduler.add(lone := ScheduledRequest("a", "x", 10, merge_from=2))
     assert scheduler.next() == [lone]
     assert lone.merge_key is None
-
-
-# ----------------------------------------------------------------------------------------- suspects
 
 
 @dataclass(eq=False)
@@ -245,7 +236,7 @@ class Steps:
         """Begin the next step; return its request, or None if nothing may run now."""
         requests = self.scheduler.next()
         for request in requests:
-            if not (request.alone or request.used):
+            if request.state == QUEUED and not request.alone:
                 request.state = BEGUN
         return requests[0] if requests else None
 
@@ -311,6 +302,7 @@ def test_probes_run_beside_a_suspect(steps):
     probe = steps.add("probe", tenant=PROBE)
     assert steps.next() is probe
     assert suspect.state == ALONE
+    steps.end(probe)
     steps.end(suspect)
     other = steps.add("other suspect", 2.0)
     assert steps.next() is other
@@ -322,3 +314,11 @@ def test_a_tenant_that_was_idle_has_priority_for_a_bounded_time():
     back = [call("back", 0.0, 0.004), *[call("back", 4.0, 0.004) for _ in range(500)]]
     Simulation(threads=1).run([*busy, *back], until=4.5)
     assert any(4.0 <= one.began < 4.1 for one in busy)
+
+
+def test_few_tenants_are_remembered():
+    scheduler = Scheduler(1)
+    for number in range(2 * module._REMEMBERED):
+        scheduler.add(ScheduledRequest(f"tenant {number}"))
+        scheduler.ran(scheduler.next(), 0.001)
+    assert len(scheduler._tenants) <= module._REMEMBERED

@@ -46,8 +46,11 @@ def assert_counts_no_pause(steps):
     began = time.perf_counter()
     result, paused = run_with_pauses(steps)
     assert paused > 3 * PAUSE
-    timings = getattr(result, "timings", result)
-    assert 0 < timings.compute < (time.perf_counter() - began - paused) * 1e9
+    assert (
+        0
+        < getattr(result, "timings", result).compute
+        < (time.perf_counter() - began - paused) * 1e9
+    )
 
 
 def test_an_evaluation_does_not_count_the_time_between_its_steps(monkeypatch):
@@ -91,21 +94,16 @@ def many_rows():
 @pytest.mark.parametrize(
     ("asked", "fit"),
     [
-        ({}, None),
-        (LOSS, None),
-        ({**SUMS, "loss": Loss.R2}, None),
+        *(({}, None), (LOSS, None), ({**SUMS, "loss": Loss.R2}, None)),
         *(({**LOSS, n: True}, None) for n in ("gradient", "variable_gradient", "linear_scaling")),
         *(({**SUMS, name: True}, None) for name in ("jacobian", "reductions", "correlation")),
         ({**SUMS, "custom_loss": LossFunction.parse("abs(d)^1.5")}, None),
-        (LOSS, {}),
-        (LOSS, {"method": Method.BFGS}),
-        (LOSS, {"missing": Missing.DROP}),
+        *((LOSS, {}), (LOSS, {"method": Method.BFGS}), (LOSS, {"missing": Missing.DROP})),
         (LOSS, {"restarts": 3, "all_starts": True}),
         (LOSS, {"covariance": True, "standard_errors": True, "curvature": True}),
     ],
 )
 def test_the_engine_looks_at_its_queue_during_every_pass(many_rows, asked, fit, is_weighted):
-    """Over ranges of rows that change from call to call."""
     found, engine, runner = many_rows
     data, looks = found[is_weighted], []
     batch = Batch.of([parse("p1*x1")] * 8, [[1.0]] * 8)
@@ -136,9 +134,6 @@ def test_the_calling_thread_does_other_things_while_many_bytes_are_copied():
     assert copied != [threading.get_ident()]
     assert list(offload(1000, copy)) == []  # few are copied at once
     assert copied[1:] == [threading.get_ident()]
-
-
-# -------------------------------------------------------------------------- parts of large requests
 
 
 FEW_X = np.random.default_rng(3).uniform(0.5, 2.0, size=(300, 4))

@@ -26,8 +26,6 @@ SECONDS = 20.0
 
 
 class Front:
-    """A connection, and threads that call over it."""
-
     def __init__(self, *, polls):
         self.lost = threading.Event()
         self.connection = EngineConnection(SegmentPool(1 << 24))
@@ -45,8 +43,6 @@ class Front:
         return self.connection.start(EVALUATION, DATASET.layout)
 
     def wait_for(self, request):
-        """Wait for a request on a thread of its own, as a call does."""
-
         def call():
             try:
                 return request.next_reply().request

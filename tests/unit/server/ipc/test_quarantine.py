@@ -173,8 +173,7 @@ def test_the_digest_covers_the_whole_request():
         {"batch": replace(batch, values=batch.values + 1)},
     ]
     names = {digest(replace(asked, **change)) for change in changes}
-    names.add(digest(asked, FitSettings(lower=np.zeros(3))))
-    names.add(digest(asked, FitSettings(upper=np.zeros(3))))
+    names |= {digest(asked, FitSettings(**{one: np.zeros(3)})) for one in ("lower", "upper")}
     assert len(names) == len(changes) + 2
     assert digest(asked) == digest(an_evaluation(loss=Loss.MSE))
 

@@ -33,8 +33,6 @@ def evaluation(seed=1, **outputs):
 
 
 class Connection:
-    """Takes requests, or says that there is no engine."""
-
     is_open, is_lost = True, False
 
     def __init__(self, pool):
@@ -47,8 +45,6 @@ class Connection:
 
 
 class Data:
-    """A data set that some engines have, and some have no room for."""
-
     layout = DATASET.layout
 
     def __init__(self, loaded=(0, 1, 2), full=()):
@@ -65,11 +61,11 @@ class Data:
 
 
 class FrontEnd:
-    def __init__(self, engines=3):
+    def __init__(self):
         pool = SegmentPool(1 << 20)
-        self.connections = [Connection(pool) for _ in range(engines)]
-        self.labels = [f"cpu:{number}" for number in range(engines)]
-        self.table = QuotaTable.create(2, engines)
+        self.connections = [Connection(pool) for _ in range(3)]
+        self.labels = ["cpu:0", "cpu:1", "cpu:2"]
+        self.table = QuotaTable.create(2, 3)
         self.suspects = Suspects()
         self.router = Router(self.connections, self.labels, self.table, self.suspects)
         self.router.serving = frozenset(self.labels)
@@ -211,9 +207,6 @@ class TestSplitting:
         assert isinstance(self.split(front), InFlightRequest)
 
 
-# ---------------------------------------------------------------------- searches of several engines
-
-
 #: Formulas with their numbers of parameters.
 FORMULAS = (("p1*x1+p2", 2), ("p1*sin(p2*x1)+p3", 3), ("p1*x1*exp(x2)+p2", 2))
 
@@ -246,10 +239,10 @@ class Part:
             self.timings = Timings(compute=5)
         return reply
 
-    def cancel(self) -> None:
+    def cancel(self):
         self.is_cancelled = True
 
-    def close(self) -> None:
+    def close(self):
         self.is_closed = True
 
 
@@ -259,9 +252,8 @@ def told(losses: dict[int, float], formulas: int, reason=None):
 
 
 def last_of(search):
-    while (last := search.next_reply().progress).reason is None:
-        pass
-    return last
+    replies = iter(lambda: search.next_reply().progress, None)
+    return next(progress for progress in replies if progress.reason is not None)
 
 
 END = messages.RequestFinished(7)
@@ -356,8 +348,6 @@ def test_each_engine_has_a_seed_of_its_own_where_no_seed_has_to_repeat():
     assert len({one.seed for one in several}) == 4
     assert all(0 <= one.seed < 2**64 for one in several)
     template = Template(np.array([VARIABLE], np.uint8), np.zeros(1), (1,), 0)
-    for alone in (
-        {"max_generations": 9}, {"max_formulas": 9}, {"idle_generations": 9},
-        {"template": template}, {"definitions": {"f": parse("a", ("a",))}},
-    ):  # fmt: skip
-        assert len(seeded(replace(request, form=Form.PLAIN, **alone), 4)) == 1
+    alone = [{name: 9} for name in ("max_generations", "max_formulas", "idle_generations")]
+    for given in (*alone, {"template": template}, {"definitions": {"f": parse("a", ("a",))}}):
+        assert len(seeded(replace(request, form=Form.PLAIN, **given), 4)) == 1

@@ -4,7 +4,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -49,15 +48,13 @@ FULL = errors.ResourceExhaustedError("no room", "MEMORY")
 def front_ends():
     engines, table = Engines(CONFIG, SegmentPool(0)), QuotaTable.create(2, 2)
     made = FrontEnds(CONFIG, engines, table, Recorder(), frozenset, 1, -1)
-    made.datasets = DatasetStore(
-        Limits(), table, made.unload_dataset, made.announce_dataset, made.withdraw_dataset
-    )
+    told = made.unload_dataset, made.announce_dataset, made.withdraw_dataset
+    made.datasets = DatasetStore(Limits(), table, *told)
     return made
 
 
 @pytest.fixture
 def watchdog(front_ends):
-    """A watchdog over them, whose engines have answered it for long."""
     made = Watchdog(CONFIG, front_ends.engines, [None, None], None, front_ends)
     for engine in made.engines:
         engine.answering_since = 0.0
@@ -79,7 +76,6 @@ def front_end(front_ends):
 
 
 def ask(front_ends, front_end, function, *arguments, descriptor=None):
-    """Ask the main process as a front end does; raise the error that it answers."""
     front_end.told.clear()
     front_ends.answer(front_end, messages.Question(5, function, arguments), descriptor)
     (answer,) = [each for each in front_end.told if isinstance(each, messages.Answer)]
@@ -90,29 +86,18 @@ def ask(front_ends, front_end, function, *arguments, descriptor=None):
 
 
 class Sleeper(Supervisor):
-    CODE = "import sys, time; time.sleep(float(sys.argv[1]))"
+    handle = lost = ended = Mock()
 
     def __init__(self, seconds, stop_seconds=5.0):
         super().__init__("a process that sleeps", stop_seconds)
-        self.seconds, self.codes, self.pids, self.theirs = seconds, [], [], []
+        self.command, self.codes = ["sleep", str(seconds)], []
+        self.ended = self.codes.append
 
     def spawn(self):
         ours, theirs = Channel.pair()
-        command = [sys.executable, "-S", "-c", self.CODE, str(self.seconds)]
         with theirs:
-            pass_fds = [theirs.fileno()]
-            process = subprocess.Popen(command, pass_fds=pass_fds, process_group=0)
-        self.pids.append(process.pid)
-        return process, ours
-
-    def handle(self, channel, message, descriptor):
-        raise AssertionError("it says nothing")
-
-    def lost(self):
-        pass
-
-    def ended(self, code):
-        self.codes.append(code)
+            given = {"pass_fds": [theirs.fileno()], "process_group": 0}
+            return subprocess.Popen(self.command, **given), ours
 
 
 def test_a_process_that_ends_is_replaced_at_once_and_later_with_pauses():
@@ -139,9 +124,6 @@ def test_processes_that_are_told_to_end_and_hang_are_killed_after_the_time_of_on
     assert time.monotonic() - started < 3.5
 
 
-# --------------------------------------------------------------------------------- front ends
-
-
 def test_a_front_end_answers_while_its_last_right_probe_is_recent(watchdog, front_end):
     assert not watchdog.all_answered_by(1)
     probe = front_end.probes[1]
@@ -152,6 +134,8 @@ def test_a_front_end_answers_while_its_last_right_probe_is_recent(watchdog, fron
     assert not watchdog.all_answered_by(1)
     watchdog.resumed = time.monotonic() - 1.0  # it was stopped itself meanwhile
     assert watchdog.all_answered_by(1)
+    front_end.state = State.GONE
+    assert not watchdog.all_answered_by(1), "there is none that answers"
 
 
 LONG = 1e9
@@ -174,7 +158,6 @@ LONG = 1e9
 def test_a_front_end_is_replaced_that_says_nothing_or_is_not_answered_like_others(
     watchdog, front_end, silent, unanswered, engine_answers, resumed, cause
 ):
-    """Seconds for which that has been so."""
     now = time.monotonic()
     front_end.last_message, front_end.probes[1].answered = now - silent, now - unanswered
     watchdog.engines[1].answering_since = now - engine_answers
@@ -407,7 +390,6 @@ def test_what_engines_hold_follows_what_the_main_process_says():
 
 @pytest.fixture
 def engine():
-    """The supervisor of an engine; the process that it supervises says nothing."""
     supervisor = EngineSupervisor(Config(devices="cpu"), 0, SegmentPool(0), Quarantine(), count(1))
     supervisor.ours, theirs = Channel.pair()
     with theirs:
@@ -420,9 +402,7 @@ def test_an_engine_serves_when_it_has_its_data_sets_and_no_more_once_it_is_lost(
 
     def resident():
         seen.append(engine.starting_since)
-        with pytest.raises(
-            errors.UnavailableError
-        ):  # front ends that have lost it ask again and again
+        with pytest.raises(errors.UnavailableError):  # front ends that have lost it ask on
             engine.connect()
         yield from ()
 
@@ -438,7 +418,6 @@ def test_an_engine_serves_when_it_has_its_data_sets_and_no_more_once_it_is_lost(
 
 @pytest.mark.parametrize("error", [None, FULL, "lost"])
 def test_a_load_that_is_forgotten_and_asked_for_again_has_an_answer_of_its_own(engine, error):
-    """An engine is asked to forget a data set while it loads that."""
     segment = SegmentPool(0).create(DATA.layout.nbytes)
     dataset = SimpleNamespace(key=b"data", layout=DATA.layout, segment=segment)
     engine.ready(engine.ours)
@@ -474,9 +453,6 @@ def test_a_process_that_a_signal_has_stopped_is_known_as_such():
         process.wait()
     assert not is_stopped(supervisor)
     assert not is_stopped(SimpleNamespace(process_id=None))
-
-
-# -------------------------------------------------------------------------------- the first engines
 
 
 def test_engines_that_no_supervisor_takes_are_ended_with_all_that_was_made(tmp_path):

@@ -34,7 +34,6 @@ class Watched:
         self.watchdog.answering_since = 0.0
 
     def probe(self, outcome):
-        """Probe once; the outcome is an answer or an error."""
         ask = Mock(side_effect=[outcome])
         self.watchdog._probe = SimpleNamespace(ask=ask)
         self.watchdog._stopping.clear()
@@ -56,8 +55,14 @@ def test_a_probe_without_an_answer_ends_readiness_and_then_the_engine(is_stopped
     assert (cause in UNRELATED_CAUSES) == is_stopped
 
 
-def test_a_probe_without_an_answer_is_noticed_after_those_of_front_ends():
+def test_the_server_is_ready_only_when_every_process_answers_in_time():
     watched = Watched()
+    watched.others_answer = False
+    watched.probe(True)
+    assert not watched.health.serving
+    watched.others_answer = True
+    watched.watchdog.look(0.0)
+    assert watched.health.serving
     watched.watchdog._asked, watched.others_answer = 100.0, False
     watched.watchdog.look(102.0)
     assert not watched.health.serving
@@ -85,22 +90,16 @@ def test_time_in_which_this_process_was_stopped_does_not_count(kind):
         (False, {"wrong_answer"}),
         (ResourceExhaustedError("no files"), set()),  # of this process, not of the engine
         (OSError("no files"), {"no_answer"}),
+        (DatasetNotFoundError(), {"no_answer"}),  # there was no room for it as the engine started
     ],
 )
 def test_wrong_answers_and_errors_replace_the_engine(outcome, replaced):
     watched = Watched()
     watched.probe(outcome)
+    assert watched.loads == ["probe"] * isinstance(outcome, DatasetNotFoundError)
     watched.watchdog.look(1e12)
     assert not watched.health.serving
     assert watched.replaced == replaced
-
-
-def test_an_engine_that_had_no_room_for_the_probes_data_set_is_given_it_again():
-    watched = Watched()
-    watched.probe(UnavailableError("the engine is restarting"))
-    assert not watched.loads
-    watched.probe(DatasetNotFoundError())
-    assert watched.loads == ["probe"]
 
 
 def test_an_engine_answers_from_its_first_answer_after_one_that_was_late_or_failed():
@@ -141,19 +140,7 @@ def test_an_engine_that_took_long_to_start_is_not_replaced_as_it_begins_to_serve
     assert not watched.replaced
 
 
-def test_the_server_is_ready_only_when_every_process_answers():
-    watched = Watched()
-    watched.others_answer = False
-    watched.probe(True)
-    assert not watched.health.serving
-    watched.others_answer = True
-    watched.watchdog.look(0.0)
-    assert watched.health.serving
-
-
 class Watching(Watchdog):
-    """A watchdog without engines of its own, which looks ``seconds`` after each other."""
-
     def __init__(self, looks, hang_seconds=30.0, seconds=()):
         config, self.looks, self.clock = Config(hang_seconds=hang_seconds), looks, 100.0
         nobody = SimpleNamespace(supervisors=[], announce_readiness=lambda: None, told_at=math.inf)

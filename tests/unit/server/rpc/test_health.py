@@ -13,6 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from support.refusals import refused
 from support.servers.health import check
 from support.servers.network import RawConnection
 from support.servers.server import eventually
@@ -20,6 +21,7 @@ from warpfit import errors
 from warpfit.codec import ERROR_METADATA_KEY
 from warpfit_server.config import Config
 from warpfit_server.machine import reserve_port
+from warpfit_server.rpc import health as health_module
 from warpfit_server.rpc import servicer
 from warpfit_server.rpc.calls import fail_call
 from warpfit_server.rpc.health import LIVENESS, READINESS, Health, HealthPort
@@ -65,6 +67,7 @@ def test_readiness_has_three_names_and_unknown_ones_are_refused(health, stub):
         stub.Check(request("x" * 1000))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     assert next(iter(stub.Watch(request("what")))).status == Status.SERVICE_UNKNOWN
+    assert "what" not in health._servicer._send_response_callbacks, "names are not kept"
 
 
 def test_watch_reports_every_change(health, stub):
@@ -72,8 +75,9 @@ def test_watch_reports_every_change(health, stub):
     for ready in (False, True, False):
         health.set_serving(frozenset(["cpu:0"] * ready))
         assert next(heard).status == (Status.SERVING if ready else Status.NOT_SERVING)
-    heard.cancel()
+    assert stub.Check(request()).status == Status.NOT_SERVING
     health.drain()
+    assert all(answer.status == Status.NOT_SERVING for answer in heard), "it is told, and ends"
     health.set_serving(frozenset(["cpu:1"]))
     assert not health.ready, "draining is final"
 
@@ -89,6 +93,16 @@ def test_calls_without_a_message_end_and_keep_no_other_address_out(address):
         for connection, stream in silent:
             assert connection.has_ended(stream, timeout=5)
         assert check(address) == "NOT_SERVING"
+
+
+def test_the_address_with_most_calls_loses_its_oldest_one():
+    limit, peers = health_module._CallLimit(4), ("b:1", "a:2", "a:3", "a:4", "c:5")
+    calls = [Mock(**{"peer.return_value": f"ipv4:{peer}"}) for peer in peers]
+    assert all(map(limit.enter, calls))
+    assert [call.cancel.called for call in calls] == [False, True, False, False, False]
+    assert not limit.enter(calls[1])
+    limit.leave(calls[4])
+    assert limit.enter(calls[1])
 
 
 def test_a_client_that_does_not_read_delays_nobody(health, address, stub):
@@ -132,11 +146,8 @@ EXPOSING = (
 )
 def test_what_others_could_read_needs_tls_or_consent(settings, reason, consent, monkeypatch):
     monkeypatch.setattr("socket.getaddrinfo", lambda *_: [])  # no machine need know the name
-    with pytest.raises(errors.InvalidArgumentError) as caught:
-        Config(**settings).check_exposure()
-    assert caught.value.reason == reason
-    if reason == "TENANTS_EXPOSED":
-        assert "--metrics-port 127.0.0.1:9464" in str(caught.value)
+    place = ".*--metrics-port 127.0.0.1:9464" if reason == "TENANTS_EXPOSED" else ""
+    refused(reason + place, Config(**settings).check_exposure)
     Config(**(settings | consent)).check_exposure()
 
 
@@ -157,7 +168,7 @@ def test_there_are_no_more_threads_than_calls_at_a_time(monkeypatch):
     with ThreadPoolExecutor(3) as callers:
         # The thread of a call may not be idle yet when the caller sends the next one.
         assert max(callers.map(call, range(3))) <= 2 * 3
-    eventually(lambda: not count("served"))
+    eventually(lambda: count("served") == threads._count == 0)
     assert threads.submit(abs, -1).result(10) == 1
 
 
@@ -182,14 +193,17 @@ def test_calls_wait_where_all_threads_are_busy_or_the_system_has_no_more(monkeyp
     assert first.result(10)
     assert second.result(10) == 2
     assert "no new thread for calls" in caplog.text
-
-
-# ------------------------------------------------------------------------------- statuses of errors
+    monkeypatch.undo()
+    both, used = threading.Barrier(2), set()
+    assert sorted(f.result(10) for f in [few.submit(both.wait, 10) for _ in range(2)]) == [0, 1]
+    for _ in range(3):
+        eventually(lambda: len(few._idle) == 2)
+        used.add(few.submit(threading.get_ident).result(10))
+    assert len(used) == 1, "so that others end"
 
 
 def sent_status(error):
-    context = Mock()
-    context.code.return_value = None
+    context = Mock(**{"code.return_value": None})
     fail_call(context, error, (("x-request-id", "1"),))
     (metadata,) = context.set_trailing_metadata.call_args.args
     assert [key for key, _ in metadata] == ["x-request-id", ERROR_METADATA_KEY]
@@ -197,7 +211,6 @@ def sent_status(error):
 
 
 def unpack(error, kind):
-    """Return the detail of a kind that the status of an error has, or None."""
     status = status_pb2.Status.FromString(sent_status(error))
     assert (status.code, status.message) == (StatusCode[error.status].value[0], str(error))
     for detail in status.details:
@@ -218,9 +231,8 @@ def test_a_wrong_token_is_a_field_violation_with_its_place():
 
 
 def test_an_exceeded_limit_is_a_quota_failure_with_a_retry_delay():
-    error = errors.ResourceExhaustedError(
-        "what", "QUEUE_FULL", needed=5, available=3, retry_after=1.5
-    )
+    facts = {"needed": 5, "available": 3, "retry_after": 1.5}
+    error = errors.ResourceExhaustedError("what", "QUEUE_FULL", **facts)
     delay = unpack(error, error_details_pb2.RetryInfo).retry_delay
     assert delay.ToNanoseconds() == 1_500_000_000
     assert unpack(error, error_details_pb2.QuotaFailure).violations[0].subject == "QUEUE_FULL"
@@ -241,8 +253,6 @@ def test_an_error_that_quotes_much_fits_the_metadata_of_a_call(character):
 
 @pytest.mark.parametrize(("remaining", "status"), [(0.0, "DEADLINE_EXCEEDED"), (1.0, "CANCELLED")])
 def test_a_call_whose_deadline_has_passed_is_not_called_cancelled(remaining, status):
-    context = Mock()
-    context.code.return_value = None
-    context.time_remaining.return_value = remaining
+    context = Mock(**{"code.return_value": None, "time_remaining.return_value": remaining})
     fail_call(context, errors.CancelledError("the call has ended", "CANCELLED"), ())
     context.set_code.assert_called_once_with(grpc.StatusCode[status])

@@ -119,7 +119,6 @@ def test_programs_that_are_kept_lowered_are_checked_for_each_data_set(engine, de
 
 
 def test_programs_that_are_kept_lowered_are_cut_anew(evaluate):
-    """For other numbers of parameter vectors and of rows, and for data of another type."""
     programs, _ = thesis_mix(12, 20)
     rng = np.random.default_rng(1)
     for rows, dtype, vectors in product((30_000, 700), ("float32", "float64"), (1, 2, 3)):
@@ -211,7 +210,6 @@ def test_what_compiled_code_finds_no_memory_for_is_refused(engine, monkeypatch):
 @pytest.mark.parametrize("derivatives", [False, True])
 @pytest.mark.parametrize("empty", [[0], [7], range(8)])
 def test_programs_without_tokens_are_found(engine, monkeypatch, empty, derivatives):
-    """Among tokens that are checked later, and in a batch that has none at all."""
     monkeypatch.setattr("warpfit_server.engine.cpu.engine._CHECKED_AT_ONCE", 3)
     data = make_dataset(10)
     engine.load(data)

@@ -39,15 +39,11 @@ def search_problem(engine, name, times=1.0, accuracy=Accuracy.FINAL, **options):
     return search(engine, *given, accuracy, **options)
 
 
-# -------------------------------------------------------------------------------------- polynomials
-
-
 def polynomial(degree: int) -> str:
     return " + ".join(f"p{i + 1}*x1^{i}" if i else "p1" for i in range(degree + 1))
 
 
 def least_by_legendre(z, y, degree) -> float:
-    """Return the least sum of squares of polynomials, from a basis that tells them apart."""
     legendre = np.polynomial.legendre
     return np.square(legendre.legval(z, legendre.legfit(z, y, degree)) - y).sum()
 
@@ -141,9 +137,6 @@ def test_fixed_parameters_count_nowhere(engine, text, start, method):
     assert found.success[0]
 
 
-# ------------------------------------------------------------------------------------ hard problems
-
-
 @pytest.mark.parametrize(
     ("name", "times", "minimum", "most"),
     [
@@ -168,7 +161,6 @@ def test_hard_problems_converge(engine, name, times, minimum, most):
     [("p1*(p2/x1 + x1 + (p3/x1 + x2*x2)*p4) + p5", 5), ("p1*exp(p2*x1) + p3*exp(p2*x1 + p4)", 4)],
 )
 def test_parameters_with_the_same_effect_do_not_run_away(text, count):
-    """The values would be differences of huge terms."""
     x = np.random.default_rng(0).uniform(1.0, 4.0, (100, 2))
     y = np.sin(3.0 * x[:, 0]) - x[:, 1] ** 2 + 0.5 * x[:, 0]
     data, start = Dataset.of(x, y, dtype="float64"), np.linspace(1.0, 2.0, count)
@@ -238,9 +230,6 @@ def test_no_plateau_is_called_converged_in_screening(engine, start):
     found = search(engine, *given, start, Accuracy.SCREENING)
     again = search(engine, *given, found.parameters[0])
     assert not found.success[0] or again.loss[0] > 0.99 * found.loss[0]
-
-
-# ----------------------------------------------------------------------- where searches of BFGS end
 
 
 @pytest.mark.parametrize("accuracy", Accuracy)

@@ -20,7 +20,6 @@ DATA = Dataset.of(x[:, None], WAVE, dtype="float64")
 
 
 def drawn(data, text, start, **options):
-    """Return the starts of a fit, [starts, parameters], given ones first."""
     request, _ = prepared(data, [text], [start], **options)
     return with_restarts(request, scales_of(request, data)).problem.batch.program_parameters(0)
 
@@ -29,19 +28,12 @@ def scales_of(request, data):
     return Scales.of(request.problem.batch, data, slice(0, data.layout.rows))
 
 
-# ------------------------------------------------------------------------------------- scales
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        *(
-            ("p1*x1/(p2 + x1)", [6, 3]),
-            ("p1*exp(-((x1 - p2)/p3)^2)", [6, 3, 3]),
-            ("p1*x1^p2", [3, 0]),
-        ),
+        *(("p1*x1/(p2 + x1)", [6, 3]), ("p1*exp(-((x1 - p2)/p3)^2)", [6, 3, 3])),
         *(("p1*sin(p2*x1 + p3)", [6, -3, 0]), ("sqrt(p1*x1)", [9]), ("1 + p1*x1", [3])),
-        *(("p1*(p2*x1 + p3*x1^2)", [0, 3, 0]), ("fma(p1, x1, p2)", [3, 6])),
+        *(("p1*(p2*x1 + p3*x1^2)", [0, 3, 0]), ("fma(p1, x1, p2)", [3, 6]), ("p1*x1^p2", [3, 0])),
     ],
 )
 def test_scales_make_sizes_agree(text, expected):

@@ -1,8 +1,4 @@
-"""Fits do not depend on the units of data and parameters.
-
-A problem whose target, variables and parameters are multiplied by powers of two is the same
-problem bit by bit, as long as no square leaves the range of float64.
-"""
+"""Fits do not depend on units: powers of two change no bit where no square leaves float64."""
 
 import numpy as np
 import pytest

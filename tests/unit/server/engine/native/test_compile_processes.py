@@ -68,7 +68,6 @@ run_parts({"first": lambda: None, "second": compile}, sys.argv[1:])
 
 @pytest.fixture
 def groups(monkeypatch):
-    """Groups that processes are started for, which take until there is a file."""
     child = numba_cache.python_child
     monkeypatch.setattr(
         numba_cache, "python_child", lambda _, __, *words: child("-c", COMPILER, *words)
@@ -96,9 +95,6 @@ def test_a_group_is_done_though_its_engine_has_ended_before(groups, tmp_path):
     assert not (tmp_path / "late.complete").exists()
     (tmp_path / "go on").touch()
     eventually((tmp_path / "late.complete").exists)
-
-
-# ------------------------------------------------------------------------------------- sealed files
 
 
 def add_one(number):

@@ -33,7 +33,6 @@ def run(loop, run_chunk, first, stop, helpers=100, ends=(NEVER, NEVER)):
 
 
 def counting(seen):
-    """Return chunks that count how often each of them runs."""
     return lambda chunk: (seen.update([chunk]), FINISHED)[1]
 
 
@@ -85,8 +84,6 @@ def test_a_task_ends_late_although_nobody_waits(loop):
 
 
 def test_callers_at_the_same_time_have_their_own_chunks(loop):
-    """More of them than there are slots; each returns when its own work is done."""
-
     def caller(number):
         for _ in range(30):
             seen = Counter()

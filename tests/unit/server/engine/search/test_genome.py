@@ -9,35 +9,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from support.engines.plain_search import (
-    Genes,
-    Tree,
-    constant,
-    flat,
-    keeps_rules,
-    keeps_units,
-    rows_of,
-    simplified,
-    structure,
-    tokens,
-    trees,
-    trees_of,
-    without_scale,
-)
+from support.engines import plain_search as plain
+from support.engines.plain_search import Tree, constant, simplified, structure, tokens, trees
 from support.refusals import refused
+from warpfit import searching
 from warpfit.ir import Population
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
 from warpfit.parse import Parser, Placeholder, parse
-from warpfit.searching import (
-    FIRST_CALL,
-    FIRST_DEFINITION,
-    MOST_NESTINGS,
-    Form,
-    Rules,
-    SearchRequest,
-    Template,
-    Units,
-)
+from warpfit.searching import Form, Rules, SearchRequest, Units
 from warpfit_server.engine.search import genome
 from warpfit_server.engine.search.colony import Genomes
 from warpfit_server.engine.search.composition import Composer
@@ -49,11 +28,10 @@ EXACT = ("add", "sub", "mul", "div", "neg", "inv", "log", "exp", "abs", "min", "
 X, Y, Z = (Tree(VARIABLE, float(column)) for column in COLUMNS)
 
 
-class OwnGenes(Genes):
+class OwnGenes(plain.Genes):
     asked = None
 
     def tables(self, request):
-        """Return the grammar and the units of a request, which many formulas have in turn."""
         if self.asked is not request:
             self.asked, self.made = request, (grammar_of(request), genome.new_units(request, 6))
         return self.made
@@ -92,19 +70,16 @@ def of(name: str, *operands: Tree) -> Tree:
 def close(found: Tree | None, expected: Tree | None) -> bool:
     if found is None or expected is None:
         return found is expected
-    codes, values = flat([found])
-    others, numbers = flat([expected])
+    codes, values = plain.flat([found])
+    others, numbers = plain.flat([expected])
     return codes == others and np.allclose(values, numbers, rtol=1e-5, atol=1e-30)
 
 
-@given(
-    weights=st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=60),
-    order=st.permutations(tuple(OPERATORS)),
-)
+@given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=60), st.permutations([*OPERATORS]))
 def test_every_operator_is_drawn_about_as_often_as_its_weight_says(weights, order):
     given = dict(zip(order, weights, strict=False))
     request = SearchRequest(b"", operators=given, max_generations=1)
-    table = genome.new_grammar(request, [COLUMNS])[genome.ANY_OPERATOR :][:256]
+    table = grammar_of(request)[genome.ANY_OPERATOR :][:256]
     counts = np.array([np.count_nonzero(table == OPERATORS[name].code) for name in given])
     wanted = 256 * np.array([*given.values()]) / sum(given.values())
     assert counts.min() >= 1
@@ -117,28 +92,19 @@ def test_formulas_that_no_genome_holds_are_refused():
     refused("FORMULAS_TOO_LARGE", grammar_of, asked(max_size=genome.MOST_TOKENS + 1))
 
 
-# -------------------------------------------------------------------------------- simplification
-
 #: Numbers of all operands by arity.
-NUMBERS = {
-    1: (-2.5, -1.0, -0.25, 0.0, 0.5, 1.0, 3.0, 40.0),
-    2: (-2.5, -1.0, 0.0, 0.5, 40.0),
-    3: (-1.0, 0.0, 40.0),
-}
+NUMBERS = {1: (-2.5, -1, -0.25, 0, 0.5, 1, 3, 40), 2: (-2.5, -1, 0, 0.5, 40), 3: (-1, 0, 40)}
 
 
 def test_constants_are_folded_as_numpy_computes_them(genes):
     request = asked(OPERATORS)
-    for name, numbers in (
-        (name, numbers)
-        for name, operator in OPERATORS.items()
-        for numbers in product(NUMBERS[operator.arity], repeat=operator.arity)
-    ):
-        tree = of(name, *map(constant, numbers))
-        # The same inside a formula, which has no value if a constant has none.
-        for one in (tree, of("mul", X, tree) if name != "mul" else of("sub", X, tree)):
-            expected, found = simplified(one, set(OPERATORS)), genes.simplified(request, one)
-            assert close(found, expected), (name, numbers, found, expected)
+    for name, operator in OPERATORS.items():
+        for numbers in product(NUMBERS[operator.arity], repeat=operator.arity):
+            tree = of(name, *map(constant, numbers))
+            # The same inside a formula, which has no value if a constant has none.
+            for one in (tree, of("sub" if name == "mul" else "mul", X, tree)):
+                expected, found = simplified(one, set(OPERATORS)), genes.simplified(request, one)
+                assert close(found, expected), (name, numbers, found, expected)
 
 
 @given(
@@ -150,7 +116,7 @@ def test_formulas_are_simplified_as_in_plain_python(both, tree, form, without):
     request = asked(operators, form)
     expected = simplified(tree, set(operators))
     if expected is not None and form is Form.SCALED:
-        expected = without_scale(expected, 2)
+        expected = plain.without_scale(expected, 2)
     results = [own.simplified(request, tree) for own in both]
     assert all(close(found, expected) for found in results)
     if expected is not None:
@@ -166,7 +132,7 @@ SIMPLIFIED = [
 
 def test_each_rule_of_simplification(genes):
     written = [parse(text) for text in SIMPLIFIED]
-    made = [trees_of(one.codes.tolist(), one.values.tolist())[0] for one in written]
+    made = [plain.trees_of(one.codes.tolist(), one.values.tolist())[0] for one in written]
     for tree in (*made, constant(math.inf), constant(math.nan)):
         assert close(genes.simplified(asked(), tree), simplified(tree, set(EXACT))), tree
 
@@ -198,7 +164,7 @@ def test_slope_and_intercept_are_taken_off(genes, tree, both_fitted, slope_fitte
     numbers = Units(np.tile(metre, (6, 1)), metre, dimensionless_constants=True)
     for units, expected in ((None, both_fitted), (numbers, slope_fitted)):
         found = genes.simplified(asked(form=Form.SCALED, units=units), tree)
-        assert found == (expected or without_scale(simplified(tree, set(EXACT)), 1))
+        assert found == (expected or plain.without_scale(simplified(tree, set(EXACT)), 1))
 
 
 RULED = ("add", "div", "exp", "sin", "where", "fma")
@@ -225,7 +191,7 @@ def some_rules(draw):
 def test_rules_are_those_of_plain_python(both, tree, rules):
     request = replace(asked(RULED), rules=rules)
     rules.check()
-    assert [own.keeps(request, tree) for own in both] == [keeps_rules(tree, request)] * 2
+    assert [own.keeps(request, tree) for own in both] == [plain.keeps_rules(tree, request)] * 2
 
 
 @pytest.mark.parametrize(
@@ -252,9 +218,6 @@ def test_each_rule_forbids_something(genes, rules, good, bad):
     assert not genes.keeps(request, bad)
 
 
-# ------------------------------------------------------------------------------------------- units
-
-
 @st.composite
 def some_units(draw):
     one = st.sampled_from([0.0, 0.0, 0.0, 1.0, -1.0, 2.0, 0.5, -1.5, 1 / 3])
@@ -268,7 +231,6 @@ def some_units(draw):
 
 
 def test_units_of_each_operator(genes):
-    """The operands are a length, a time, a number, or a constant."""
     exponents = np.zeros((6, 7))
     exponents[0, 0] = exponents[2, 0] = exponents[5, 2] = 1.0
     choices = [X, Z, of("div", X, Y), constant(2.0)]
@@ -277,7 +239,7 @@ def test_units_of_each_operator(genes):
         for name, operator in OPERATORS.items():
             for operands in product(choices, repeat=operator.arity):
                 tree = of(name, *operands)
-                assert genes.keeps(request, tree) == keeps_units(tree, request), tree
+                assert genes.keeps(request, tree) == plain.keeps_units(tree, request), tree
 
 
 @pytest.mark.parametrize("inner", ["sqrt", "cbrt", "square", "cube", "inv"])
@@ -340,7 +302,7 @@ def test_structures_that_differ_have_different_hashes(both, a, b):
 
 def assert_formulas(codes, values, grammar, operators, functions=1, columns=COLUMNS):
     assert len(codes) <= grammar[genome.WIDTH]
-    made = trees_of(codes.tolist(), values.tolist())
+    made = plain.trees_of(codes.tolist(), values.tolist())
     assert len(made) == functions
     for tree in made:
         for node in tokens(tree):
@@ -366,7 +328,7 @@ def test_children_are_allowed(both, rules, units, form, functions, ternary, seed
     formulas, width = 12, int(grammar[genome.WIDTH])
     results = []
     for own in both:
-        parents, children = rows_of(grammar, formulas), rows_of(grammar, formulas)
+        parents, children = plain.rows_of(grammar, formulas), plain.rows_of(grammar, formulas)
         codes, values, lengths = parents
         tried, work = np.zeros(1 << 10, np.uint64), np.zeros(width, np.int32)
         words, hashes, made = np.zeros(width, np.uint64), np.zeros(formulas, np.uint64), []
@@ -393,8 +355,8 @@ def test_children_are_allowed(both, rules, units, form, functions, ternary, seed
                     continue
                 tokens_of = children[0][row, :length], children[1][row, :length]
                 found = assert_formulas(*tokens_of, grammar, operators, functions)
-                assert all(keeps_rules(tree, request) for tree in found)
-                assert all(keeps_units(tree, request) for tree in found)
+                assert all(plain.keeps_rules(tree, request) for tree in found)
+                assert all(plain.keeps_units(tree, request) for tree in found)
                 word = own.structure_hash(grammar, found)
                 assert hashes[row] == word
                 if tries == 1 or CONSTANT not in tokens_of[0]:
@@ -420,7 +382,7 @@ def test_children_are_allowed(both, rules, units, form, functions, ternary, seed
 
 
 def test_parents_are_the_best_of_one_to_four():
-    own, scores = Genes(cuda=False), np.random.default_rng(0).permutation(1000) / 1000
+    own, scores = plain.Genes(cuda=False), np.random.default_rng(0).permutation(1000) / 1000
     state = own.random(1)
     chosen = np.array([own.call("tournament", state, scores, 500, 400) for _ in range(2000)])
     assert ((chosen >= 500) & (chosen < 900)).all()
@@ -461,12 +423,16 @@ ARITIES = (2, 1)
     ],
 )  # fmt: skip
 def test_calls_are_written_out(form, functions, wanted):
-    rows = {"f": (2, FIRST_CALL), "g": (1, FIRST_CALL + 1), "twice": (2, FIRST_DEFINITION)}
+    rows = {
+        "f": (2, searching.FIRST_CALL),
+        "g": (1, searching.FIRST_CALL + 1),
+        "twice": (2, searching.FIRST_DEFINITION),
+    }
     names = {name: Placeholder(name, *row) for name, row in rows.items()}
     template = None
     if form is not None:
         codes, values = Parser((), names).tokens(form)
-        template = Template(np.array(codes, np.uint8), np.array(values), ARITIES)
+        template = searching.Template(np.array(codes, np.uint8), np.array(values), ARITIES)
     request = SearchRequest(
         bytes(32), operators={"add": 1.0, "twice": 1.0}, rules=Rules(max_size=40),
         definitions={"twice": OWN}, template=template,
@@ -490,6 +456,6 @@ def test_calls_are_written_out(form, functions, wanted):
 
 
 def test_a_grammar_holds_as_many_rules_of_nesting_as_a_request():
-    request = asked(nesting=dict.fromkeys([*product(EXACT, EXACT)][:MOST_NESTINGS], 1))
+    request = asked(nesting=dict.fromkeys([*product(EXACT, EXACT)][: searching.MOST_NESTINGS], 1))
     request.rules.check()
-    assert grammar_of(request)[genome.NESTINGS] == MOST_NESTINGS
+    assert grammar_of(request)[genome.NESTINGS] == searching.MOST_NESTINGS
