@@ -199,7 +199,7 @@ def test_compiled_gradients_of_the_mix(engine, precision):
 
 
 def test_repeated_gradients_are_compiled_in_the_background(engine):
-    data = make_dataset(500_000, "float32")
+    data = make_dataset(5_000_000, "float32")  # compiling pays soon, even by one process
     options = {"values": False, "gradient": True, "loss": Loss.MSE, "precision": Precision.FAST}
     batch = Batch.of(*thesis_mix(6, 200, variables=4))
     evaluation, seen, left = Evaluation(data.content_id, batch, **options), set(), 2000
