@@ -189,6 +189,17 @@ def noisy_tables() -> Iterator[str]:
     yield from table(head, rows)
 
 
+def skeletons() -> Iterator[str]:
+    rows, methods = [], ["warpfit", "least_squares", "bfgs", "pyoperon"]
+    settings = {name: each for name, each in result("skeletons").items() if ", noise" in name}
+    for name, counts in settings.items():
+        row = f"{name}, {counts['skeletons']} of {counts['of']} skeletons"
+        for own in map(counts.get, methods):
+            row += f" | {own['recovered']:.1%} ({own['median_processor_seconds']} s)"
+        rows.append(row)
+    yield from table(" | ".join(["constants", *methods]), rows)
+
+
 def service() -> Iterator[str]:
     cost, document = result("call_cost"), result("service")
     client, server = cost["client_us"], cost["server_us"]

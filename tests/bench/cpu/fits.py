@@ -87,9 +87,7 @@ class Peer:
         self._names = {v.Name: v.Hash for v in dataset.Variables}
         self._kept = array, dataset, problem, dispatch
         made = map(self._tree, given.programs, given.starts)
-        self._trees, self._orders = zip(*made, strict=True)
-        if any(sorted(order) != [*range(len(order))] for order in self._orders):
-            raise SystemExit("a tree of pyoperon has other parameters")
+        self._trees, self.orders = zip(*made, strict=True)
 
     def _tree(self, program: Program, start: Floats) -> tuple[Any, list[int]]:
         """Return a tree that starts there, and the parameter that each of its coefficients is.
@@ -109,7 +107,7 @@ class Peer:
         return pyoperon.Tree(nodes).UpdateNodes(), order
 
     def fit(self, threads: int) -> list[Floats]:
-        """Fit all trees, parts of them in threads."""
+        """Fit all trees, parts of them in threads; coefficients are by the parameters they are."""
 
         def fitted(trees: list[Any]) -> list[Floats]:
             search = pyoperon.CoefficientOptimizer(self._optimizer)
@@ -120,11 +118,13 @@ class Peer:
         parts = [self._trees[i : i + share] for i in range(0, len(self._trees), share)]
         with ThreadPoolExecutor(threads) as pool:
             found = itertools.chain(*pool.map(fitted, parts))
-        return [each[np.argsort(order)] for each, order in zip(found, self._orders, strict=True)]
+        return [each[np.argsort(order)] for each, order in zip(found, self.orders, strict=True)]
 
 
 def compare(given: Problem, threads: int, iterations: int) -> dict[str, Any]:
     peer, engine = Peer(given, iterations), CpuEngine(threads)
+    if any(sorted(order) != [*range(len(order))] for order in peer.orders):
+        raise SystemExit("a tree of pyoperon has other parameters")
     data, batch = Dataset.of(*given.table), Batch.of(given.programs, given.starts)
     engine.load(data)
 
