@@ -202,7 +202,7 @@ def test_repeated_gradients_are_compiled_in_the_background(engine):
     data = make_dataset(5_000_000, "float32")  # compiling pays soon, even by one process
     options = {"values": False, "gradient": True, "loss": Loss.MSE, "precision": Precision.FAST}
     batch = Batch.of(*thesis_mix(6, 200, variables=4))
-    evaluation, seen, left = Evaluation(data.content_id, batch, **options), set(), 2000
+    evaluation, seen, left = Evaluation(data.content_id, batch, **options), set(), 10_000
     engine.load(data)
     while left and Tier.COMPILED not in seen:
         outputs = outputs_for(evaluation, data.layout)
