@@ -59,7 +59,7 @@ def reason_of(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SearchTask:
-    """What to look for, in which rows, and for how long."""
+    """A search to run: its target, its rows and its budget."""
 
     client: Client
     training: TrainingData
@@ -107,7 +107,7 @@ class Candidates:
 
 
 class Found(Protocol):
-    """What a search has found, while it runs and behind its end."""
+    """The formulas that a search has found so far; they stay readable after its end."""
 
     @property
     def generation(self) -> int:
@@ -342,7 +342,7 @@ def _without_rounding(formula: Genomes, columns: Floats) -> Genomes:
 
 @dataclass(slots=True)
 class EngineFound:
-    """What the engine's search has found; see `warpfit.sklearn.engine_search.Found`."""
+    """The formulas that the engine's search has found; implements `Found`."""
 
     task: SearchTask
     rounds: list[SearchResult] = field(default_factory=list)
