@@ -1,4 +1,4 @@
-"""What this process gets of the machine: processors, memory, files, devices, processes, sockets.
+"""Processors, memory, files, devices, processes and sockets of the machine, as a server uses them.
 
 `shortage` makes an error for callers of an error of a system that has no more of these.
 

@@ -447,7 +447,7 @@ class Request(ScheduledRequest):
         self.number = problem.request
         self.alone = problem.alone
         self.steps: Steps[Timings] | None = None
-        """None until the first step."""
+        """Steps of the evaluation; None before the first one."""
         self.waited = 0
         """Nanoseconds from the front end to the first step."""
 

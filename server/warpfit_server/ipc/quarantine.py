@@ -50,6 +50,10 @@ def digest(*inputs: Any) -> bytes:
             left_out = _OF_ONE_RUN if isinstance(part, SearchRequest) else ()
             names = [each.name for each in fields(part) if each.name not in left_out]
             data = digest(*[getattr(part, name) for name in names])
+        elif isinstance(part, tuple | list):  # NumPy shortens large arrays within a text
+            data = digest(*part)
+        elif isinstance(part, Mapping):
+            data = digest(*part.items())
         else:
             data = part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode()
         found.update(b"%d:%b" % (len(data), data))
@@ -57,7 +61,7 @@ def digest(*inputs: Any) -> bytes:
 
 
 class BatchOutcome(NamedTuple):
-    """What became of a batch that may have crashed an engine, or may yet."""
+    """The end of a batch that an engine had begun: lost with its engine, or cleared."""
 
     dataset: bytes
     batch: bytes
@@ -75,8 +79,8 @@ class Suspects:
 
     version: int = 0
     strikes: Mapping[bytes, int] = field(default_factory=dict)
-    """Of suspects, by the digest of a batch or the key of a data set; 0 of a data set on which
-    batches have strikes."""
+    """Number of strikes of each suspect, by the digest of a batch or the key of a data set; 0 for a
+    data set that has none itself, on which batches have strikes."""
 
     def update(self, new: "Suspects") -> None:
         """Take the strikes of a message, unless newer ones have come before."""

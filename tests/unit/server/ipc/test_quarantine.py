@@ -189,3 +189,11 @@ def test_a_search_that_goes_on_has_the_digest_that_it_had():
     assert name(later) == name(search)
     for change in ({"dataset_id": E}, {"form": Form.PLAIN}, {"operators": {"add": 1.0}}):
         assert name(replace(search, **change)) != name(search)
+
+
+def test_the_digest_sees_every_number_of_arrays_in_tuples_and_mappings():
+    one, other = np.zeros(5000), np.zeros(5000)
+    other[2500] = 1.0
+    for wrap in (lambda a: (a,), lambda a: [a], lambda a: {"a": (a,)}):
+        assert digest(wrap(one)) != digest(wrap(other))
+        assert digest(wrap(one)) == digest(wrap(one.copy()))
